@@ -1,4 +1,4 @@
-"""A mixture of experts: each token passes through a few of many gated feed-forward networks (Shazeer et al. 2017,
+"""A mixture of experts: each token passes through a few of many feed-forward networks (Shazeer et al. 2017,
 arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088).
 
 Tokens are copied once for each of their experts, in the order of the experts, so that every network sees a contiguous
@@ -87,11 +87,13 @@ class _Combine(Function):
 
 
 @eager
-def experts(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor, activation: Activation) -> Tensor:
+def experts(
+    x: Tensor, routing: Routing, gate: Tensor | None, up: Tensor, down: Tensor, activation: Activation
+) -> Tensor:
     """The sum of weight * (down @ (activation(gate @ x) * (up @ x))) over the experts of each token.
 
     Args:
-        x: (T, H). gate, up: (experts, I, H). down: (experts, H, I).
+        x: (T, H). gate, up: (experts, I, H); without gate, up's product is activated. down: (experts, H, I).
 
     Returns:
         (T, H).
@@ -99,10 +101,15 @@ def experts(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor,
     k = routing.experts.shape[1]
     numbers, order = routing.experts.flatten().sort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    every = torch.arange(gate.shape[0], device=x.device)
+    every = torch.arange(up.shape[0], device=x.device)
     ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
-    first, second = grouped_linears(_Dispatch.apply(x, order, places, k), ends, gate, up)
-    (y,) = grouped_linears(gated(activation, first, second), ends, down)
+    copies = _Dispatch.apply(x, order, places, k)
+    if gate is None:
+        (product,) = grouped_linears(copies, ends, up)
+        inner = activation(product)
+    else:
+        inner = gated(activation, *grouped_linears(copies, ends, gate, up))
+    (y,) = grouped_linears(inner, ends, down)
     found: Tensor = _Combine.apply(y, routing.weights, order, places)
     return found
 
@@ -111,7 +118,8 @@ class Experts(nn.Module):
     """The networks of a mixture, without the layer that chooses among them.
 
     Attributes:
-        gate, up: (experts, intermediate_size, hidden_size). down: (experts, hidden_size, intermediate_size).
+        gate, up: (experts, intermediate_size, hidden_size); gate may be None. down: (experts, hidden_size,
+            intermediate_size).
     """
 
     def __init__(
@@ -122,19 +130,25 @@ class Experts(nn.Module):
         experts_per_token: int,
         activation: Activation,
         normalized: bool,
+        gated: bool = True,
     ):
         """normalized: see `route`."""
         super().__init__()
         self.experts_per_token, self.activation, self.normalized = experts_per_token, activation, normalized
-        self.gate = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.up = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        shape = (num_experts, intermediate_size, hidden_size)
+        self.gate = _matrices(*shape) if gated else None
+        self.up, self.down = _matrices(*shape), _matrices(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         """x (T, hidden_size), logits (T, experts) -> (T, hidden_size)."""
         return self.mix(x, logits, self.gate, self.up, self.down)
 
-    def mix(self, x: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def mix(self, x: Tensor, logits: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Tensor:
         """`forward` with these matrices."""
         routing = route(logits, self.experts_per_token, self.normalized)
         return experts(x, routing, gate, up, down, self.activation)
+
+
+def _matrices(*shape: int) -> nn.Parameter:
+    """Random matrices."""
+    return nn.Parameter(torch.empty(shape).normal_(std=0.02))

@@ -147,8 +147,8 @@ def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallel
             f"{type(module).__name__}"
         )
     if isinstance(module, Experts):
-        for own, dim in {"gate": 1, "up": 1, "down": 2}.items():
-            _place(module, own, group.mesh, Shard(dim), placed)
+        for own in dict(module.named_parameters(recurse=False)):
+            _place(module, own, group.mesh, Shard(2 if own == "down" else 1), placed)
         _compute_with_part(module, layer, group)
         return
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):

@@ -14,7 +14,7 @@ class Router(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size).normal_(std=0.02))
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
@@ -64,11 +64,7 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
 
 
 class SparseMLP(nn.Module):
-    """Each token passes through `experts_per_token` of `num_experts` gated networks. x: (T, hidden_size) -> the same.
-
-    shared_size: intermediate size of one more network, which all tokens pass through, with a gate of its own
-    (Qwen2-MoE); None: there is none.
-    """
+    """Each token passes through `experts_per_token` of `num_experts` networks. x: (T, hidden_size) -> the same."""
 
     def __init__(
         self,
@@ -78,14 +74,24 @@ class SparseMLP(nn.Module):
         experts_per_token: int,
         activation: str,
         normalized: bool = True,
+        *,
+        gated: bool = True,
+        bias: bool = False,
         shared_size: int | None = None,
     ):
-        """normalized: whether the probabilities of a token's experts are divided by their sum."""
+        """
+        Args:
+            normalized: whether the probabilities of a token's experts are divided by their sum.
+            gated: as GatedMLP, not as MLP. bias: what is added to the sum of a token's experts (NomicBERT).
+            shared_size: intermediate size of one more network, which all tokens pass through, with a gate of its own
+                (Qwen2-MoE); None: there is none.
+        """
         super().__init__()
         self.router = Router(hidden_size, num_experts)
         self.experts = Experts(
-            hidden_size, intermediate_size, num_experts, experts_per_token, ACTIVATIONS[activation], normalized
+            hidden_size, intermediate_size, num_experts, experts_per_token, ACTIVATIONS[activation], normalized, gated
         )
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
         self.shared: GatedMLP | None = None
         if shared_size is not None:
             self.shared = GatedMLP(hidden_size, shared_size, activation)
@@ -96,6 +102,8 @@ class SparseMLP(nn.Module):
         if ctx.balance is not None:
             ctx.balance.add(logits, self.experts.experts_per_token)
         out: Tensor = self.experts(x, logits)
+        if self.bias is not None:
+            out = out + self.bias
         if self.shared is not None:
             out = out + self.shared_gate(x).sigmoid() * self.shared(x, ctx)
         return out

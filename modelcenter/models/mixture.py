@@ -73,7 +73,7 @@ class MixtureBody(LlamaBody):
             c.experts_per_token,
             c.hidden_act,
             c.normalize_experts,
-            shared_size,
+            shared_size=shared_size,
         )
 
     def tp_plan(self) -> dict[str, str]:

@@ -60,6 +60,27 @@ def test_against_a_loop_over_tokens(either, tokens, normalized):
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=1e-5)
 
 
+def test_without_a_gate(either):
+    x, logits = drawn(30, WIDTH, seed=5), drawn(30, COUNT, seed=6)
+    model = Experts(WIDTH, INNER, COUNT, CHOSEN, F.gelu, normalized=False, gated=False)
+    for i, parameter in enumerate(model.parameters()):
+        parameter.data = drawn(*parameter.shape, seed=i)
+    out, found = gradients(lambda x, logits, *own: model.mix(x, logits, None, *own), x, logits, *model.parameters())
+    values = [value.double() for value in (x, logits, *model.parameters())]
+    exact, wanted = gradients(lambda *values: every_expert(*values), *values)
+    torch.testing.assert_close(out, exact.float(), rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=1e-5)
+
+
+def every_expert(x, logits, up, down):
+    """All experts of all tokens, of which the chosen ones are weighted."""
+    probabilities, chosen = logits.softmax(-1).topk(CHOSEN)
+    weights = torch.zeros_like(logits).scatter(1, chosen, probabilities)
+    parts = torch.einsum("tei,ehi->teh", F.gelu(torch.einsum("th,eih->tei", x, up)), down)
+    return torch.einsum("te,teh->th", weights, parts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype):
     model = mixture().to(dtype)

@@ -177,8 +177,8 @@ def _in_passing(model: Model) -> Iterator[tuple[str, nn.Module]]:
 def _products(module: nn.Module) -> dict[str, int]:
     """{name of a parameter that is a matrix of a product: multiplications at each place}."""
     if isinstance(module, Experts):
-        parts = ("gate", "up", "down")
-        return {part: getattr(module, part)[0].numel() * module.experts_per_token for part in parts}
+        matrices = module.named_parameters(recurse=False)
+        return {part: each[0].numel() * module.experts_per_token for part, each in matrices}
     if isinstance(module, nn.Linear | TokenConvolution | Router):
         return {"weight": module.weight.numel()}
     return {}

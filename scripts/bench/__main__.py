@@ -98,6 +98,7 @@ BENCHES: dict[str, Bench] = {
     "training_step": Bench("training_step", 16),
     "families": Bench("families", 18),
     "decoder_step": Bench("decoder_step", 3, peers=("--compile",)),
+    "mixture_step": Bench("mixture_step", 5),
     "lora": Bench("lora", 1),
     "sharded_step": Bench("sharded_step", 3, peers=("--peers",)),
     "optimizer": Bench("optimizer", 2, peers=("--peers",)),

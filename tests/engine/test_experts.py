@@ -203,6 +203,17 @@ def test_a_style_for_experts_alone(two):
         two.run(uneven)
 
 
+def test_probabilities_are_those_of_32_bits():
+    logits = drawn(40, COUNT, seed=2).bfloat16()
+    for normalized in (True, False):
+        routing = route(logits, CHOSEN, normalized)
+        exact, chosen = logits.double().softmax(-1).topk(CHOSEN)
+        torch.testing.assert_close(
+            routing.weights, (exact / (exact.sum(-1, keepdim=True) if normalized else 1.0)).float(), rtol=1e-6, atol=0
+        )
+        assert torch.equal(routing.experts, chosen)
+
+
 def test_the_operator_takes_any_number_of_experts_per_token():
     x, logits, model = drawn(8, WIDTH), drawn(8, COUNT, seed=2), mixture()
     for k in (1, COUNT):

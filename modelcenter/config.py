@@ -6,7 +6,7 @@ max_positions, ...). The CONFIG maps of `convert/` translate Hugging Face's name
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
@@ -171,6 +171,18 @@ class ModelConfig:
         """The number of tokens in the longest text that the model can generate, including a decoder's prompt; None:
         unlimited."""
         return self.max_tokens
+
+    def fields_of_kept_layers(self, numbers: Sequence[int], of_decoder: bool = False) -> dict[str, Any]:
+        """The fields to change in a config of some of these layers. A family whose fields say something of single
+        layers, or whose layers depend on their number or their count, overrides this.
+
+        Args:
+            numbers: of the kept layers, increasing, from 0. of_decoder: they are those that num_decoder_layers counts.
+
+        Raises:
+            ValueError: no layer can be left out; the message says why.
+        """
+        return {"num_decoder_layers" if of_decoder else "num_layers": len(numbers)}
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 teacher, as for DistilBERT and DistilBART.
 
 The kept layers are renumbered, and everything else stays. Properties that a layer has by its position, such as a
-window, move with it if the config of its family can express that; otherwise the layers are refused.
+window, move with it if the config of its family can express that; otherwise the layers are refused: see
+`ModelConfig.fields_of_kept_layers`.
 """
 
 import re
@@ -65,41 +66,28 @@ def _shortened(config: Any, kept: KeptLayers) -> ModelConfig:
         for side, numbers in (("encoder", kept.layers), ("decoder", kept.decoder_layers)):
             name = "keep_layers" if side == "encoder" else "keep_decoder_layers"
             if numbers is not None:
-                changes[side] = _of_one_side(getattr(config, side), numbers, "num_layers", name).to_dict()
+                changes[side] = _of_one_side(getattr(config, side), numbers, name).to_dict()
         return config.replace(**changes)
     if kept.layers is not None:
-        config = _of_one_side(config, kept.layers, "num_layers", "keep_layers")
+        config = _of_one_side(config, kept.layers, "keep_layers")
     if kept.decoder_layers is not None:
         if getattr(config, "num_decoder_layers", None) is None:
             raise ValueError(f"keep_decoder_layers: {config.model_type} has one list of layers; give keep_layers alone")
-        config = _of_one_side(config, kept.decoder_layers, "num_decoder_layers", "keep_decoder_layers")
+        config = _of_one_side(config, kept.decoder_layers, "keep_decoder_layers", of_decoder=True)
     return config
 
 
-def _of_one_side(config: Any, numbers: tuple[int, ...], field: str, name: str) -> Any:
-    """The config with fewer layers in this field. name: of the argument, for errors."""
-    count, kind = getattr(config, field), config.model_type
+def _of_one_side(config: Any, numbers: tuple[int, ...], name: str, of_decoder: bool = False) -> Any:
+    """The config with these layers. name: of the argument, for errors. of_decoder: as in fields_of_kept_layers."""
+    count = config.num_decoder_layers if of_decoder else config.num_layers
     if numbers[0] < 0 or numbers[-1] >= count:
-        raise ValueError(f"{name}: got {numbers[0]} to {numbers[-1]}, but {kind} has layers 0 to {count - 1} here")
-    if hasattr(config, "num_groups"):
         raise ValueError(
-            f"{name}: layers of {kind} share their parameters, so none can be left out; a config with fewer layers "
-            "(num_hidden_layers) runs them fewer times"
+            f"{name}: got {numbers[0]} to {numbers[-1]}, but {config.model_type} has layers 0 to {count - 1} here"
         )
-    if getattr(config, "scale_attention_by_layer", False):
-        raise ValueError(
-            f"{name}: with scale_attn_by_inverse_layer_idx a layer of {kind} depends on its number, which changes"
-        )
-    changes: dict[str, Any] = {field: len(numbers)}
-    if hasattr(config, "layer_types"):
-        types = config.types_of_layers()
-        changes["layer_types"] = [types[number] for number in numbers]
-    if field == "num_layers" and isinstance(windows := getattr(config, "attention_window", None), list):
-        changes["attention_window"] = [windows[number] for number in numbers]
-    if hasattr(config, "no_rope_layers"):
-        changes["no_rope_layers"] = [config.no_rope_layers[number] for number in numbers]
-    if hasattr(config, "scale_depth"):  # divided by sqrt(number of layers): each layer adds the same as before
-        changes["scale_depth"] = config.scale_depth * (len(numbers) / count) ** 0.5
+    try:
+        changes = config.fields_of_kept_layers(numbers, of_decoder)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return config.replace(**changes)
 
 

@@ -9,7 +9,7 @@ stage that runs it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -52,6 +52,12 @@ class AlbertConfig(EncoderConfig):
         super().__post_init__()
         self.require_probabilities("classifier_dropout")
         self.require(self.num_groups <= self.num_layers, "num_groups", f"at most num_layers={self.num_layers}")
+
+    def fields_of_kept_layers(self, numbers: Sequence[int], of_decoder: bool = False) -> dict[str, Any]:
+        raise ValueError(
+            f"layers of {self.model_type} share their parameters, so none can be left out; a config with fewer layers "
+            "(num_hidden_layers) runs them fewer times"
+        )
 
     @property
     def head_dropout(self) -> float:

@@ -15,7 +15,7 @@ from modelcenter.layers.norm import UnitOffsetRMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
 from modelcenter.models.inputs import Batch
-from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
+from modelcenter.models.layer_types import LayerTypesFields
 from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
 from modelcenter.models.outputs import ModelOutput
 
@@ -36,7 +36,7 @@ class GemmaConfig(LlamaBodyConfig):
 
 
 @dataclass(kw_only=True)
-class Gemma3Config(GemmaConfig):
+class Gemma3Config(LayerTypesFields, GemmaConfig):
     """Fields of Gemma 3.
 
     layer_types: for each layer "full_attention" or "sliding_attention", in which a token attends to `sliding_window`
@@ -52,7 +52,6 @@ class Gemma3Config(GemmaConfig):
     max_positions: int = 131072
     rope_theta: float = 1000000.0
     local_rope_theta: float = 10000.0
-    layer_types: list[str] | None = None
     full_every: int = 6
     sliding_window: int = 4096
     query_pre_attn_scalar: int = 256
@@ -63,18 +62,13 @@ class Gemma3Config(GemmaConfig):
         self.require(self.sliding_window > 0, "sliding_window", "at least 1")
         self.require(self.full_every > 0, "full_every", "a number of layers, at least 1")
         self.require(self.query_pre_attn_scalar > 0, "query_pre_attn_scalar", "more than 0")
-        if self.layer_types is not None:
-            check_layer_types(self, self.layer_types, self.num_layers)
 
-    def types_of_layers(self) -> list[str]:
-        """layer_types, given or derived."""
-        return [FULL if self.window(i) is None else SLIDING for i in range(self.num_layers)]
+    def slides(self, layer: int) -> bool:
+        return (layer + 1) % self.full_every > 0 if self.layer_types is None else super().slides(layer)
 
     def window(self, layer: int) -> int | None:
         """Layer 0, 1, ... attends to tokens less than this many positions away; None: to all."""
-        types = self.layer_types
-        near = (layer + 1) % self.full_every > 0 if types is None else types[layer] == SLIDING
-        if not near:
+        if not self.slides(layer):
             return None
         return self.sliding_window // 2 + 1 if self.use_bidirectional_attention else self.sliding_window
 

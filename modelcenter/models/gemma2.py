@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from modelcenter.models.gemma import GemmaConfig, SandwichBody
-from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
+from modelcenter.models.layer_types import LayerTypesFields
 
 
 @dataclass(kw_only=True)
-class Gemma2Config(GemmaConfig):
+class Gemma2Config(LayerTypesFields, GemmaConfig):
     """Fields of Gemma 2.
 
     layer_types: for each layer "full_attention" or "sliding_attention", in which a token attends to `sliding_window`
@@ -24,7 +24,6 @@ class Gemma2Config(GemmaConfig):
     model_type: ClassVar[str] = "gemma2"
 
     num_kv_heads: int | None = 4
-    layer_types: list[str] | None = None
     sliding_window: int = 4096
     query_pre_attn_scalar: int = 256
     attention_cap: float | None = 50.0
@@ -37,16 +36,9 @@ class Gemma2Config(GemmaConfig):
         for name in ("attention_cap", "logit_cap"):
             cap = getattr(self, name)
             self.require(cap is None or cap > 0, name, "more than 0, or none")
-        if self.layer_types is not None:
-            check_layer_types(self, self.layer_types, self.num_layers)
-
-    def types_of_layers(self) -> list[str]:
-        """layer_types, given or derived."""
-        return [SLIDING if self.slides(i) else FULL for i in range(self.num_layers)]
 
     def slides(self, layer: int) -> bool:
-        """Whether layer 0, 1, ... has sliding-window attention."""
-        return layer % 2 == 0 if self.layer_types is None else self.layer_types[layer] == SLIDING
+        return layer % 2 == 0 if self.layer_types is None else super().slides(layer)
 
 
 class Gemma2(SandwichBody):

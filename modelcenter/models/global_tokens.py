@@ -1,5 +1,6 @@
 """Windows and global tokens of Longformer and LED: their config fields, and what a batch says of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,12 @@ class WindowFields(ModelConfig):
     def reaches(self) -> list[int]:
         """Of each layer, the number of positions from which on a token does not see another."""
         return [width // 2 + 1 for width in self.windows()]
+
+    def fields_of_kept_layers(self, numbers: Sequence[int], of_decoder: bool = False) -> dict[str, Any]:
+        changes = super().fields_of_kept_layers(numbers, of_decoder)
+        if isinstance(windows := self.attention_window, list) and not of_decoder:
+            changes["attention_window"] = [windows[number] for number in numbers]
+        return changes
 
 
 def set_globals(ctx: Packed, tokens: Tensor | None) -> None:

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019), after transformers' GPT2Model and its heads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,6 +71,14 @@ class GPT2Config(ModelConfig):
         """Factor of the scores of layer 0, 1, ..."""
         scale = (self.hidden_size // self.num_heads) ** -0.5 if self.scale_attention else 1.0
         return scale / (layer + 1) if self.scale_attention_by_layer else scale
+
+    def fields_of_kept_layers(self, numbers: Sequence[int], of_decoder: bool = False) -> dict[str, Any]:
+        if self.scale_attention_by_layer:
+            raise ValueError(
+                f"with scale_attn_by_inverse_layer_idx a layer of {self.model_type} depends on its number, which "
+                "changes"
+            )
+        return super().fields_of_kept_layers(numbers, of_decoder)
 
 
 class GPT2(CrossAttentionMixin, Decoder):

@@ -2,6 +2,7 @@
 published with openbmb/MiniCPM-2B: Llama with scaled embeddings, branches and outputs (muP).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +27,11 @@ class ScaledConfig(LlamaBodyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.dim_model_base > 0, "dim_model_base", "at least 1")
+
+    def fields_of_kept_layers(self, numbers: Sequence[int], of_decoder: bool = False) -> dict[str, Any]:
+        """Each layer adds the same as before."""
+        scale = self.scale_depth * (len(numbers) / self.num_layers) ** 0.5
+        return super().fields_of_kept_layers(numbers, of_decoder) | {"scale_depth": scale}
 
 
 @dataclass(kw_only=True)

@@ -21,14 +21,14 @@ from modelcenter.models.base import VOCABULARY_TASKS, Model
 from modelcenter.models.encoder import READING_TASKS, Encoder, EncoderConfig
 from modelcenter.models.initial_values import scaled_residuals
 from modelcenter.models.inputs import Batch
-from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
+from modelcenter.models.layer_types import LayerTypesFields
 
 # The matrix of the transform before a head, under its names in all tasks.
 _BEFORE_HEADS = ("head.dense.weight", "transform.dense.weight", "head.transform.dense.weight")
 
 
 @dataclass(kw_only=True)
-class ModernBertBodyConfig(EncoderConfig):
+class ModernBertBodyConfig(LayerTypesFields, EncoderConfig):
     """Fields of ModernBERT and its decoder; sizes count elements, dropouts are probabilities.
 
     layer_types: for each layer "full_attention" or "sliding_attention", which attends within `window` and rotates by
@@ -39,7 +39,6 @@ class ModernBertBodyConfig(EncoderConfig):
     """
 
     max_positions: int = 8192
-    layer_types: list[str] | None = None
     global_every: int = 3
     local_attention: int = 128
     rope_theta: float = 160000.0
@@ -64,21 +63,13 @@ class ModernBertBodyConfig(EncoderConfig):
         self.require_one_of("classifier_act", ACTIVATIONS)
         self.require_probabilities("mlp_dropout", "classifier_dropout")
         self.require(self.global_every > 0, "global_every", "a number of layers, at least 1")
-        if self.layer_types is not None:
-            check_layer_types(self, self.layer_types, self.num_layers)
 
     @property
     def head_dropout(self) -> float:
         return self.classifier_dropout
 
     def slides(self, layer: int) -> bool:
-        """Whether layer 0, 1, ... has sliding-window attention."""
-        types = self.layer_types
-        return layer % self.global_every > 0 if types is None else types[layer] == SLIDING
-
-    def types_of_layers(self) -> list[str]:
-        """layer_types, given or derived."""
-        return [SLIDING if self.slides(i) else FULL for i in range(self.num_layers)]
+        return layer % self.global_every > 0 if self.layer_types is None else super().slides(layer)
 
     def window(self, layer: int) -> int | None:
         """Layer 0, 1, ... attends to tokens less than this many positions away; None: to all."""

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
+from modelcenter.models.layer_types import FULL, SLIDING, LayerTypesFields
 from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
 
 
 @dataclass(kw_only=True)
-class Qwen2Config(LlamaBodyConfig):
+class Qwen2Config(LayerTypesFields, LlamaBodyConfig):
     """Fields of Qwen2.
 
     sliding_window: how many tokens a token attends to in a "sliding_attention" layer of `layer_types`; if these are
@@ -23,7 +23,6 @@ class Qwen2Config(LlamaBodyConfig):
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
-    layer_types: list[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,17 +32,10 @@ class Qwen2Config(LlamaBodyConfig):
             slide = self.sliding_window is not None
             full = self.max_window_layers if slide else self.num_layers
             self.layer_types = [FULL if i < full else SLIDING for i in range(self.num_layers)]
-        check_layer_types(self, self.layer_types, self.num_layers)
-
-    def types_of_layers(self) -> list[str]:
-        """layer_types, given or derived."""
-        assert self.layer_types is not None
-        return self.layer_types
 
     def window(self, layer: int) -> int | None:
         """The number of tokens that a token of layer 0, 1, ... attends to; None: all."""
-        assert self.layer_types is not None
-        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+        return self.sliding_window if self.slides(layer) else None
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 keys are not rotated (arXiv:2501.18795), and windows in such layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,12 +10,12 @@ from torch import Tensor, nn
 
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.packing import Packed
-from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
+from modelcenter.models.layer_types import FULL, SLIDING, LayerTypesFields
 from modelcenter.models.llama import Llama, LlamaConfig
 
 
 @dataclass(kw_only=True)
-class SmolLM3Config(LlamaConfig):
+class SmolLM3Config(LayerTypesFields, LlamaConfig):
     """Fields of SmolLM3; the biases are Llama's.
 
     no_rope_layers: for each layer 1 if its queries and keys are rotated, and 0 if they are not, despite the name, which
@@ -35,7 +36,6 @@ class SmolLM3Config(LlamaConfig):
     no_rope_layer_interval: int = 4
     use_sliding_window: bool = False
     sliding_window: int | None = None
-    layer_types: list[str] | None = None
 
     def __post_init__(self) -> None:
         if self.no_rope_layers is None:
@@ -49,7 +49,6 @@ class SmolLM3Config(LlamaConfig):
         windows = self.use_sliding_window and self.sliding_window is not None
         if self.layer_types is None:
             self.layer_types = [FULL if self.rotates(i) or not windows else SLIDING for i in range(self.num_layers)]
-        check_layer_types(self, self.layer_types, self.num_layers)
         # In transformers, it would then depend on the implementation of attention whether there is a window.
         self.require(
             windows or SLIDING not in self.layer_types,
@@ -57,10 +56,9 @@ class SmolLM3Config(LlamaConfig):
             f"no {SLIDING} without use_sliding_window and a sliding_window",
         )
 
-    def types_of_layers(self) -> list[str]:
-        """layer_types, given or derived."""
-        assert self.layer_types is not None
-        return self.layer_types
+    def fields_of_kept_layers(self, numbers: Sequence[int], of_decoder: bool = False) -> dict[str, Any]:
+        turned = [int(self.rotates(number)) for number in numbers]
+        return super().fields_of_kept_layers(numbers, of_decoder) | {"no_rope_layers": turned}
 
     def rotates(self, layer: int) -> bool:
         """Whether queries and keys of layer 0, 1, ... are rotated."""
@@ -69,7 +67,7 @@ class SmolLM3Config(LlamaConfig):
 
     def window(self, layer: int) -> int | None:
         """The number of tokens that a token of layer 0, 1, ... attends to; None: all."""
-        return self.sliding_window if self.types_of_layers()[layer] == SLIDING else None
+        return self.sliding_window if self.slides(layer) else None
 
 
 class UnrotatedAttention(SelfAttention):

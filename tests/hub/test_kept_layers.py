@@ -219,6 +219,18 @@ def test_windows_go_with_their_layers(tmp_path, family):
     torch.testing.assert_close(logits_of(theirs, batch), expected, atol=rounding, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["longformer", "led"])
+def test_lists_of_windows_are_of_an_encoders_layers(tmp_path, family):
+    sides = {"num_decoder_layers": 3} if family == "led" else {}
+    model = mc.from_config(f"tiny/{family}", num_layers=3, attention_window=[2, 4, 6], **sides)
+    model.save_pretrained(tmp_path)
+    kept = mc.from_pretrained(tmp_path, keep_layers=[0, 2])
+    assert kept.config.attention_window == [2, 6]
+    if family == "led":
+        kept = mc.from_pretrained(tmp_path, keep_decoder_layers=[0, 2])
+        assert (kept.config.attention_window, kept.config.num_decoder_layers) == ([2, 4, 6], 2)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_on_ranks_each_reads_its_part(tmp_path, family):
@@ -340,7 +352,7 @@ REFUSED = {
     "negative": ("bert", {"keep_layers": [-1]}, "got -1 to -1, but bert has layers 0 to 4"),
     "decoder": ("t5", {"keep_decoder_layers": [4]}, "keep_decoder_layers: got 4 to 4, but t5 has layers 0 to 3 here"),
     "no decoder": ("bert", {"keep_decoder_layers": [0]}, "keep_decoder_layers: bert has one list of layers"),
-    "shared": ("albert", {"keep_layers": [0]}, "layers of albert share their parameters"),
+    "shared": ("albert", {"keep_layers": [0]}, "keep_layers: layers of albert share their parameters"),
     "first": (
         "modernbert",
         {"keep_layers": [1, 2]},

@@ -22,22 +22,30 @@ def hub_library(name: str) -> Any:
     return datasets
 
 
+# {data set: why the Hub cannot be reached; None: it answered}, so that all splits of a run share one request.
+_answers: dict[str, str | None] = {}
+
+
 @contextmanager
 def offline_if_unreachable(library: Any, name: str) -> Iterator[None]:
     """Ask the Hub once for a data set, and let the library read its cache inside if the Hub cannot be reached.
 
     By itself the library retries each of its requests for half a minute, and so it would for a mistyped file name.
+    The answer holds in this process until something fails inside: the network may have gone or come back since.
 
     Raises:
         ConnectionError: the data set is not in the cache, and the Hub cannot be reached or may not be asked.
     """
     offline = library.config.HF_HUB_OFFLINE
-    why = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set" if offline else _why_unreachable(name)
+    if not offline and name not in _answers:
+        _answers[name] = _why_unreachable(name)
+    why = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set" if offline else _answers[name]
     library.config.HF_HUB_OFFLINE = why is not None
     try:
         yield
-    except ConnectionError as error:
-        if why is None:
+    except Exception as error:
+        _answers.pop(name, None)
+        if why is None or not isinstance(error, ConnectionError):
             raise
         raise ConnectionError(f"it is not in the cache, and {why}") from error
     finally:

@@ -37,6 +37,11 @@ class Library:
             raise ConnectionError(f"Couldn't reach {name!r} on the Hub (OfflineModeIsEnabled)")
         return ["offline" if self.config.HF_HUB_OFFLINE else "online"]
 
+    def load_dataset(self, name, config, split):
+        if split == "torn":
+            raise OSError("torn")
+        return self.config.HF_HUB_OFFLINE
+
 
 @pytest.fixture
 def answer(monkeypatch):
@@ -51,6 +56,7 @@ def answer(monkeypatch):
 
         monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", head)
         monkeypatch.setitem(sys.modules, "datasets", Library(offline))
+        monkeypatch.setattr(hub_datasets, "_answers", {})
         return asked
 
     return use
@@ -78,6 +84,20 @@ def test_a_hub_that_answers_is_asked(answer):
         assert sources.find("in/cache").splits == ("online",)
 
 
+@pytest.mark.parametrize("error", [None, OSError("no route")])
+def test_all_splits_share_one_request_until_one_fails(answer, monkeypatch, error):
+    monkeypatch.setattr(sources, "_table_of", lambda rows, name: rows)
+    asked = answer(error)
+    for _ in range(2):  # as a prediction does, which looks for its data before it looks for its model
+        source = sources.find("in/cache")
+        assert [source._read(split) for split in ("train", "test")] == [error is not None] * 2
+    assert len(asked) == 1
+    with pytest.raises(ValueError, match="the split 'torn' of this data set cannot be read: torn"):
+        source._read("torn")
+    source._read("train")
+    assert len(asked) == 2
+
+
 def test_offline_the_hub_is_not_asked(answer):
     asked = answer(None, offline=True)
     assert sources.find("in/cache").splits == ("offline",)
@@ -92,6 +112,9 @@ def test_an_error_of_the_library_stays_what_it_is(answer):
     with pytest.raises(ConnectionError, match="reset$"), hub_datasets.offline_if_unreachable(library, "in/cache"):
         raise ConnectionError("reset")
     assert not library.config.HF_HUB_OFFLINE
+    answer(OSError("no route"))
+    with pytest.raises(ValueError, match="^torn$"), hub_datasets.offline_if_unreachable(library, "in/cache"):
+        raise ValueError("torn")
 
 
 READ = """

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from engine.ops import Embedding
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide
+from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide, BlockSpec
 from modelcenter.models.encoder_decoder import Side
 
 OFFSET = 2  # rows of each position table before the first position, in BART and mBART
@@ -66,8 +66,8 @@ class Bart(BartStyle):
         """The config field with the number of positions of a side."""
         return "max_positions"
 
-    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
-        return self.post_norm_block(num_heads, intermediate_size, decodes)
+    def make_block(self, spec: BlockSpec) -> nn.Module:
+        return self.post_norm_block(spec)
 
     def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
         if task == "seq2seq-lm":

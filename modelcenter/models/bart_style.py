@@ -75,6 +75,16 @@ class BartStyleConfig(ModelConfig):
         self.require_token("pad_token_id", self.vocab_size)
 
 
+@dataclass(frozen=True)
+class BlockSpec:
+    """What a block is made of. layer: its number in its side, from 0. decodes: it is one of the decoder's."""
+
+    layer: int
+    num_heads: int
+    intermediate_size: int
+    decodes: bool
+
+
 class BartStyleSide(Side):
     """A side with dropout between the embeddings and the blocks."""
 
@@ -93,42 +103,47 @@ class BartStyle(EncoderDecoder):
         c = config
         assert c.num_decoder_layers and c.num_decoder_heads and c.decoder_intermediate_size
         self.embed = Embedding(c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id)
-        of_encoder = c.num_layers, c.num_heads, c.intermediate_size
-        of_decoder = c.num_decoder_layers, c.num_decoder_heads, c.decoder_intermediate_size
-        self.encoder, self.decoder = (
-            self.make_side(nn.ModuleList(self.make_block(heads, inner, decodes) for _ in range(depth)), decodes)
-            for (depth, heads, inner), decodes in ((of_encoder, False), (of_decoder, True))
+        self.encoder = self.make_side(self._blocks(c.num_layers, c.num_heads, c.intermediate_size, False), False)
+        self.decoder = self.make_side(
+            self._blocks(c.num_decoder_layers, c.num_decoder_heads, c.decoder_intermediate_size, True), True
         )
+
+    def _blocks(self, count: int, num_heads: int, intermediate_size: int, decodes: bool) -> nn.ModuleList:
+        specs = (BlockSpec(layer, num_heads, intermediate_size, decodes) for layer in range(count))
+        return nn.ModuleList(map(self.make_block, specs))
 
     @abstractmethod
     def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         """The encoder or the decoder with its blocks."""
 
     @abstractmethod
-    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
+    def make_block(self, spec: BlockSpec) -> nn.Module:
         """A block of the encoder or the decoder."""
 
-    def sublayers(
-        self, num_heads: int, intermediate_size: int, decodes: bool
-    ) -> tuple[SelfAttention, MLP, CrossAttention | None]:
-        """The sublayers of a block of the encoder or the decoder."""
+    def attention(self, spec: BlockSpec) -> SelfAttention:
+        """The self-attention of a block."""
+        c = self.config
+        return SelfAttention(c.hidden_size, spec.num_heads, c.attention_dropout, causal=spec.decodes)
+
+    def sublayers(self, spec: BlockSpec) -> tuple[SelfAttention, MLP, CrossAttention | None]:
+        """The sublayers of a block."""
         c, width = self.config, self.config.hidden_size
         return (
-            SelfAttention(width, num_heads, c.attention_dropout, causal=decodes),
-            MLP(width, intermediate_size, c.hidden_act, dropout=c.activation_dropout),
-            CrossAttention(width, num_heads, c.attention_dropout) if decodes else None,
+            self.attention(spec),
+            MLP(width, spec.intermediate_size, c.hidden_act, dropout=c.activation_dropout),
+            CrossAttention(width, spec.num_heads, c.attention_dropout) if spec.decodes else None,
         )
 
-    def post_norm_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> PostNormBlock:
+    def post_norm_block(self, spec: BlockSpec) -> PostNormBlock:
         """A block with a norm after each sublayer."""
         c = self.config
-        attn, mlp, cross = self.sublayers(num_heads, intermediate_size, decodes)
+        attn, mlp, cross = self.sublayers(spec)
         return PostNormBlock(attn, mlp, c.hidden_size, NORM_EPS, c.dropout, cross)
 
-    def pre_norm_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> PreNormBlock:
+    def pre_norm_block(self, spec: BlockSpec) -> PreNormBlock:
         """A block with a norm before each sublayer."""
         c = self.config
-        attn, mlp, cross = self.sublayers(num_heads, intermediate_size, decodes)
+        attn, mlp, cross = self.sublayers(spec)
         return PreNormBlock(attn, mlp, lambda: LayerNorm(c.hidden_size, NORM_EPS), c.dropout, cross)
 
     def biased_lm_head(self, logit_scale: float) -> Seq2SeqLM:

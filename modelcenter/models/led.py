@@ -4,17 +4,16 @@ LED.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from modelcenter.layers.attention import CrossAttention, SelfAttention
+from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.global_attention import GlobalAttention
-from modelcenter.layers.mlp import MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.bart import Bart, BartConfig
-from modelcenter.models.encoder_decoder import Side
+from modelcenter.models.bart_style import BlockSpec
 from modelcenter.models.global_tokens import WindowFields, ends_of_sequences, marked_tokens, on_host, set_globals
 from modelcenter.models.inputs import GLOBAL_MASK, Batch
 
@@ -65,23 +64,15 @@ class Led(Bart):
 
     config: LedConfig
 
-    def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
-        if not decodes:
-            for layer, reach in zip(layers, self.config.reaches(), strict=True):
-                attn: Any = layer.attn
-                attn.window = reach
-        return super().make_side(layers, decodes)
-
     def positions_field(self, decodes: bool) -> str:
         return "max_decoder_positions" if decodes else "max_positions"
 
-    def sublayers(
-        self, num_heads: int, intermediate_size: int, decodes: bool
-    ) -> tuple[SelfAttention, MLP, CrossAttention | None]:
-        attn, mlp, cross = super().sublayers(num_heads, intermediate_size, decodes)
-        if not decodes:  # the window is the layer's, which make_side knows
-            attn = GlobalAttention(self.config.hidden_size, num_heads, self.config.attention_dropout, window=1)
-        return attn, mlp, cross
+    def attention(self, spec: BlockSpec) -> SelfAttention:
+        c = self.config
+        if spec.decodes:
+            return super().attention(spec)
+        window = c.reaches()[spec.layer]
+        return GlobalAttention(c.hidden_size, spec.num_heads, c.attention_dropout, window=window)
 
     def pack_encoder(self, batch: Batch) -> Packed:
         ctx = super().pack_encoder(batch)

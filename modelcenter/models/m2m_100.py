@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sinusoids import sinusoids
-from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide
+from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide, BlockSpec
 from modelcenter.models.encoder_decoder import Side
 from modelcenter.models.inputs import Batch
 from modelcenter.models.padding_positions import with_positions_after_padding
@@ -69,8 +69,8 @@ class M2M100(BartStyle):
     def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         return BartStyleSide(layers, LayerNorm(self.config.hidden_size, NORM_EPS), self.config.dropout)
 
-    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
-        return self.pre_norm_block(num_heads, intermediate_size, decodes)
+    def make_block(self, spec: BlockSpec) -> nn.Module:
+        return self.pre_norm_block(spec)
 
     def pack(self, batch: Batch, prefix: str = "") -> Packed:
         return super().pack(with_positions_after_padding(batch, self.config.pad_token_id, prefix), prefix)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sinusoids import sinusoids
-from modelcenter.models.bart_style import BartStyle, BartStyleConfig, BartStyleSide
+from modelcenter.models.bart_style import BartStyle, BartStyleConfig, BartStyleSide, BlockSpec
 from modelcenter.models.encoder_decoder import Side
 from modelcenter.models.inputs import Batch
 
@@ -48,8 +48,8 @@ class Marian(BartStyle):
     def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         return BartStyleSide(layers, nn.Identity(), self.config.dropout)
 
-    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
-        return self.post_norm_block(num_heads, intermediate_size, decodes)
+    def make_block(self, spec: BlockSpec) -> nn.Module:
+        return self.post_norm_block(spec)
 
     def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
         return self.biased_lm_head(logit_scale) if task == "seq2seq-lm" else None

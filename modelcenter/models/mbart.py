@@ -12,7 +12,7 @@ from engine.loss import IGNORE_INDEX
 from engine.ops import Embedding
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.models.bart import OFFSET, Bart, BartConfig, BartSide
-from modelcenter.models.bart_style import NORM_EPS
+from modelcenter.models.bart_style import NORM_EPS, BlockSpec
 from modelcenter.models.encoder_decoder import Side
 
 
@@ -42,8 +42,8 @@ class MBart(Bart):
         position = Embedding(c.max_positions + OFFSET, c.hidden_size)
         return BartSide(layers, LayerNorm(c.hidden_size, NORM_EPS), position, c.hidden_size, c.dropout)
 
-    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
-        return self.pre_norm_block(num_heads, intermediate_size, decodes)
+    def make_block(self, spec: BlockSpec) -> nn.Module:
+        return self.pre_norm_block(spec)
 
     def start_tokens(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
         """The last token of each sequence that is neither padding nor -100: with mbart-large-cc25's tokenizer the

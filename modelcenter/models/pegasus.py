@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine.ops import Embedding
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.bart_style import NORM_EPS, BartStyleSide
+from modelcenter.models.bart_style import NORM_EPS, BartStyleSide, BlockSpec
 from modelcenter.models.encoder_decoder import Side
 from modelcenter.models.marian import Marian, MarianConfig
 
@@ -56,8 +56,8 @@ class Pegasus(Marian):
         position = Embedding(c.max_positions, c.hidden_size)
         return PegasusSide(layers, LayerNorm(c.hidden_size, NORM_EPS), position, c.dropout)
 
-    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
-        return self.pre_norm_block(num_heads, intermediate_size, decodes)
+    def make_block(self, spec: BlockSpec) -> nn.Module:
+        return self.pre_norm_block(spec)
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         return super().init_spec() | dict.fromkeys(TABLES, ("sinusoids_in_halves",))

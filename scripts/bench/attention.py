@@ -39,7 +39,7 @@ def main() -> None:
         print(json.dumps({**measured, "library": machine.operator_library()}))
         return
     command = [__file__, "--child", "--rows", str(args.rows), "--length", str(args.length)]
-    results = take_turns({"all": lambda _: child(command, args.threads)}, args.rounds, args.threads)["all"]
+    results = take_turns({"all": lambda _: child(command, args.threads)}, args)["all"]
     ms = {name: median(results, name) for kind in (*KINDS, *ROTARY) for name in (kind, f"torch, {kind}")}
     numbers = {"ms": {name: round(value, 3) for name, value in ms.items()}, "library": results[0]["library"]}
     rows = [against(f"attention {kind}", "torch, padded", ms[kind], ms[f"torch, {kind}"], "ms") for kind in KINDS]

@@ -44,7 +44,7 @@ def main() -> None:
         return
     flags = ["--millions", str(args.millions), "--pause", str(args.pause)]
     contenders = {kind: lambda _, kind=kind: child([__file__, "--child", kind, *flags], 1) for kind in KINDS}
-    results = take_turns(contenders, args.rounds, args.threads)
+    results = take_turns(contenders, args)
     numbers: dict[str, Any] = {
         kind: {key: round(median(runs, key), 4) for key in KEYS} for kind, runs in results.items()
     }

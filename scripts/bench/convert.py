@@ -166,7 +166,7 @@ def main() -> None:
         loading = {name: run for name, run in chosen.items() if name.startswith("load")}
         results: dict[str, Any] = {}
         for group in (loading, {n: f for n, f in chosen.items() if n not in loading}):
-            results |= take_turns(group, args.rounds, args.threads) if group else {}
+            results |= take_turns(group, args) if group else {}
         if "convert" in chosen:
             whole = subprocess.run(["cmp", folder / "source/model.safetensors", folder / "back/model.safetensors"])
             if "cp" not in chosen and whole.returncode:

@@ -90,7 +90,7 @@ def main() -> None:
             "datasets_processes": contender(THEIRS, str(args.threads)),
             "datasets_threads": contender(THEIRS, "1"),
         }
-        results = take_turns(contenders, args.rounds, args.threads)
+        results = take_turns(contenders, args)
         lengths = token_lengths(folder, texts)
         lengths = np.resize(lengths, max(len(lengths), 8000))  # repeated if there are few
     counts = {r["tokens"] for found in results.values() for r in found}

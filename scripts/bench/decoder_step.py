@@ -59,7 +59,7 @@ def main() -> None:
             words = [__file__, "--child", name, "--work", folder, *shape(args)]
             return lambda turn: child(words, args.threads, python if name.startswith("litgpt") else sys.executable)
 
-        results = take_turns({name: contender(name) for name in names}, args.rounds, args.threads)
+        results = take_turns({name: contender(name) for name in names}, args)
     losses = {name: found[-1]["losses"] for name, found in results.items()}
     apart = max(abs(a - b) for name in names for a, b in zip(losses[name], losses["modelcenter"], strict=True))
     if apart > 1e-2:

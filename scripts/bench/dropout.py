@@ -40,7 +40,7 @@ def main() -> None:
         print(json.dumps({**measure(args.tokens, args.channels), "library": machine.operator_library()}))
         return
     command = [__file__, "--child", "--tokens", str(args.tokens), "--channels", str(args.channels)]
-    results = take_turns({"all": lambda _: child(command, args.threads)}, args.rounds, args.threads)["all"]
+    results = take_turns({"all": lambda _: child(command, args.threads)}, args)["all"]
     ns = {name: median(results, name) for name in NAMES}
     ratios = {
         "dropout_speed_over_torch": ns["torch"] / ns["dropout"],

@@ -74,7 +74,7 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
     runs = {"modelcenter": contenders.ours(folder, task, args, args.ranks, zero=args.zero)} | {
         name: contenders.peer(folder, task, kind, args, args.ranks) for name, kind in peers.items()
     }
-    results = take_turns(runs, args.rounds, args.threads)
+    results = take_turns(runs, args)
     speed, whole, peak = (medians(results, key) for key in ("tokens_per_second", "process_seconds", "peak_mb"))
     best = max(peers, key=lambda name: speed[name])
     rounds = args.matmul_precision == "medium"

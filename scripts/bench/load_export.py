@@ -77,7 +77,7 @@ def main() -> None:
             "2 ranks": lambda turn: child([*launch, str(script), source, target], 1),
             "transformers": lambda turn: child(["-c", THEIRS, source, target], args.threads),
         }
-        results = take_turns(contenders, args.rounds, args.threads)
+        results = take_turns(contenders, args)
     numbers = {name: {key: round(median(found, key), 2) for key in found[0]} for name, found in results.items()}
     largest = 30522 * args.hidden * 4 / 2**20
     numbers["largest_tensor_mb"] = round(largest, 1)

@@ -59,7 +59,7 @@ def main() -> None:
         )
         for kind in ("large", "small")
     }
-    results = take_turns(turns, args.rounds, args.threads)
+    results = take_turns(turns, args)
     large = {name: median(results["large"], name) for name in BYTES if name in results["large"][0]}
     small = {kind: median(results["small"], kind) for kind in SMALL}
     parameters = TENSOR * tensors_of(args.millions)

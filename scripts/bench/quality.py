@@ -54,7 +54,7 @@ def measure(task: str, args: Any) -> dict[str, Any]:
                 "modelcenter": contenders.ours(folder, task, args, seed=seed),
                 peer: contenders.peer(folder, task, TASKS[task].peers[peer], args, seed=seed),
             }
-            for who, runs in take_turns(both, 1, args.threads).items():
+            for who, runs in take_turns(both, args, rounds=1).items():
                 found[who].append(contenders.evaluate_export(folder, task, runs[-1]["model"], args.threads))
     return {metric: compare(found, metric) for metric in found["modelcenter"][0]}
 

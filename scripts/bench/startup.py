@@ -41,7 +41,7 @@ def main() -> None:
         f"modelcenter {name}": lambda _, words=words: child(["-m", "modelcenter", *words], args.threads)
         for name, words in COMMANDS.items()
     }
-    results = take_turns(contenders, args.rounds, args.threads)
+    results = take_turns(contenders, args)
     seconds, memory = medians(results, "process_seconds"), medians(results, "peak_mb")
     first, whole = demo()
 

@@ -49,7 +49,7 @@ def main() -> None:
     rows, shares = [], []
     for family in args.families:
         for width in args.widths:
-            machine.measure(child, args.threads)
+            machine.measure(child, args)
             for dropout in args.dropouts:
                 words = [__file__, "--child", family, "--rounds", str(args.rounds)]
                 words += ["--widths", str(width), "--dropouts", str(dropout)] + ["--compiled"] * args.compiled

@@ -65,6 +65,23 @@ def test_what_is_for_gpus_runs_on_a_cpu(name: str, tmp_path: Path):
     assert found["rows"] and all("before the peers" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize(("flags", "more"), [([], []), (["--quick"], ["--seconds", "0"])])
+def test_limits_of_a_quick_run_take_no_time(monkeypatch, flags, more):
+    ran = []
+
+    def child(words, threads):
+        ran.append((words, threads))
+        return {"gemm_gflops": 1.0, "rounded_gemm_gflops": 1.0, "copy_gb_per_s": 1.0}
+
+    monkeypatch.setattr(lib, "child", child)
+    monkeypatch.setattr(lib.machine, "SEEN", [])
+    monkeypatch.setattr(sys, "argv", ["bench", "--threads", "3", "--rounds", "2", *flags])
+    args = lib.parse(lib.parser(""))
+    assert lib.take_turns({"one": lambda turn: turn}, args) == {"one": [0, 1]}
+    assert ran == [(["-m", "scripts.bench.lib.rates", *more], 3)] * 2
+    assert lib.take_turns({"one": lambda turn: turn}, args, rounds=1) == {"one": [0]}
+
+
 def test_a_benchmark_that_is_killed_leaves_what_was_measured(tmp_path: Path, monkeypatch, capsys):
     """Every contender's numbers are on the disk before the next one begins; no CPU is measured for a GPU's record."""
     record, seen = tmp_path / "record.json", []

@@ -40,19 +40,23 @@ def parse(p: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
     """Parse the flags. With --quick, flags that have their default take the values in `quick`, and one round is run."""
     args = p.parse_args()
     if args.quick:
-        machine.FLAGS[:] = ["--seconds", "0"]
         for name, value in {"rounds": 1, **quick}.items():
             if getattr(args, name) == p.get_default(name):
                 setattr(args, name, value)
     return args
 
 
-def take_turns(contenders: Mapping[str, Callable[[int], Any]], rounds: int, threads: int = 2) -> dict[str, list[Any]]:
-    """Run each contender once per round, in a rotating order, and measure the machine's limits in each round."""
+def take_turns(
+    contenders: Mapping[str, Callable[[int], Any]], args: argparse.Namespace, rounds: int | None = None
+) -> dict[str, list[Any]]:
+    """Run each contender once per round, in a rotating order, and measure the machine's limits in each round.
+
+    args: the flags of `parser`. rounds: in place of the flag's.
+    """
     names = list(contenders)
     results: dict[str, list[Any]] = {name: [] for name in names}
-    for turn in range(rounds):
-        machine.measure(child, threads)
+    for turn in range(args.rounds if rounds is None else rounds):
+        machine.measure(child, args)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             results[name].append(contenders[name](turn))
             print(f"round {turn + 1}, {name}: {summary(results[name][-1])}", file=sys.stderr, flush=True)
@@ -176,7 +180,7 @@ def keep(
         settings: recorded in place of the flags of the same names.
     """
     if limits is None and not machine.SEEN:
-        machine.measure(child, args.threads)
+        machine.measure(child, args)
     hidden = {"output", "child", "work"}
     flags = {name: value for name, value in vars(args).items() if name not in hidden and value is not None}
     if flags.get("data"):  # the path itself is private

@@ -1,5 +1,6 @@
 """The machine: its description, and its highest rates of matrix products and memory copies."""
 
+import argparse
 import os
 import platform
 import statistics
@@ -10,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 SEEN: list[dict[str, float]] = []  # limits measured in this run, one entry per round
-FLAGS: list[str] = []  # of the process that measures them
 
 
-def measure(child: Callable[..., dict[str, Any]], threads: int) -> dict[str, float]:
+def measure(child: Callable[..., dict[str, Any]], args: argparse.Namespace) -> dict[str, float]:
     """The GFLOP/s of fp32 matrix products and of those that may round to bf16, and the GB/s of a copy, counting bytes
-    read and written."""
-    found = child(["-m", "scripts.bench.lib.rates", *FLAGS], threads)
+    read and written. args: the flags `threads` and `quick` of a benchmark."""
+    found = child(["-m", "scripts.bench.lib.rates", *(["--seconds", "0"] if args.quick else [])], args.threads)
     SEEN.append({key: found[key] for key in ("gemm_gflops", "rounded_gemm_gflops", "copy_gb_per_s")})
     return SEEN[-1]
 

@@ -429,3 +429,5 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
 
 # The tasks of encoders that are never decoders.
 READING_TASKS = tuple(task for task in Encoder.tasks if task != "causal-lm")
+# Those of families without question answering and multiple choice in transformers.
+CLASSIFYING_TASKS = tuple(task for task in READING_TASKS if task not in ("question-answering", "multiple-choice"))

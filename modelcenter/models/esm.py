@@ -17,6 +17,7 @@ from modelcenter.layers.mlp import MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import StoredRotary
+from modelcenter.models.encoder import CLASSIFYING_TASKS
 from modelcenter.models.inputs import Batch
 from modelcenter.models.roberta import Roberta, RobertaStyleConfig
 
@@ -77,15 +78,7 @@ class Esm(Roberta):
     """ESM-2 or ESM-1b with the head of `task`. It takes no token_type_ids."""
 
     config_class = EsmConfig
-    tasks = (
-        "base",
-        "embedding",
-        "multi-vector",
-        "masked-lm",
-        "sparse-embedding",
-        "sequence-classification",
-        "token-classification",
-    )
+    tasks = CLASSIFYING_TASKS
     pooled_tasks = ("base", "embedding", "multi-vector")
     tells_types = False
     # transformers predicts contacts with the last two, from the attention of all layers; they are kept for export.

@@ -16,7 +16,7 @@ from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
-from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.encoder import CLASSIFYING_TASKS, Encoder, EncoderConfig
 from modelcenter.models.inputs import Batch
 
 POOLINGS = ("late", "mean", "bos")
@@ -66,15 +66,7 @@ class EuroBert(Encoder):
     """EuroBERT with the head of `task`. It takes no token_type_ids."""
 
     config_class = EuroBertConfig
-    tasks = (
-        "base",
-        "embedding",
-        "multi-vector",
-        "masked-lm",
-        "sparse-embedding",
-        "sequence-classification",
-        "token-classification",
-    )
+    tasks = CLASSIFYING_TASKS
     pooled_tasks = ()
     tells_types = False
     bounded = False

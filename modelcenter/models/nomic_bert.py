@@ -15,7 +15,7 @@ from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
-from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.encoder import CLASSIFYING_TASKS, Encoder, EncoderConfig
 from modelcenter.models.inputs import Batch
 
 
@@ -56,15 +56,7 @@ class NomicBert(Encoder):
     """NomicBERT with the head of `task`."""
 
     config_class = NomicBertConfig
-    tasks = (
-        "base",
-        "embedding",
-        "multi-vector",
-        "masked-lm",
-        "sparse-embedding",
-        "sequence-classification",
-        "token-classification",
-    )
+    tasks = CLASSIFYING_TASKS
     pooled_tasks = ("sequence-classification",)
     bounded = False
 

@@ -7,7 +7,7 @@ use one of two names for the numbers of layers and heads and for the width, and 
 from collections.abc import Mapping
 from typing import Any
 
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import ConfigMap, set_once
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
@@ -59,9 +59,7 @@ class _Fields:
         """Raises ValueError if a size has two names with different values, or if biases would be left out."""
         values = dict(values)
         for other, name in _SPELLINGS.items():
-            value = values.pop(other, None)
-            if value is not None and values.setdefault(name, value) != value:
-                raise ValueError(f"config field {name!r} is {values[name]!r}, but {other!r} is {value!r}")
+            set_once(values, name, values.pop(other, None), other)
         parts = values.get("pretraining_tp", 1)
         if values.get("slow_but_exact") and parts != 1:
             raise ValueError(

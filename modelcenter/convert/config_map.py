@@ -119,6 +119,20 @@ class FieldTranslation(Protocol):
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
+def set_once(values: dict[str, Any], name: str, value: Any, spelled: str) -> None:
+    """Set a field that a file gives under another name, `spelled`; a value of None is none.
+
+    Raises:
+        ValueError: the file gives the field under both names, with different values.
+    """
+    if value is None:
+        return
+    if values.get(name) is None:
+        values[name] = value
+    elif values[name] != value:
+        raise ValueError(f"config field {name!r} is {values[name]!r}, but {spelled!r} is {value!r}")
+
+
 @dataclass(frozen=True)
 class ConfigMap:
     """The fields of one architecture, in addition to those that all have.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert import llama
-from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap, set_once
 from modelcenter.convert.rules import ArchMap, Part, Rename, Task, with_embedding
 
 PARTS = {
@@ -37,9 +37,7 @@ class _Fields(llama.LlamaFields):
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         values = super().read(values)
         values.pop("auto_map", None)
-        given = values.pop("clf_pooling", None)
-        if given is not None and (found := values.setdefault("classifier_pooling", given)) != given:
-            raise ValueError(f"config field 'classifier_pooling' is {found!r}, but 'clf_pooling' is {given!r}")
+        set_once(values, "classifier_pooling", values.pop("clf_pooling", None), "clf_pooling")
         return values
 
 

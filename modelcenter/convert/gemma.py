@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert import llama
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import ConfigMap, set_once
 from modelcenter.convert.rules import ArchMap, Rename, Rule, Task, with_embedding
 
 _EVERY, _FULL, _SLIDING = "sliding_window_pattern", "full_attention", "sliding_attention"
@@ -33,11 +33,9 @@ class GemmaFields(llama.LlamaFields):
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         values = super().read(values)
-        first, second = values.get("hidden_act"), values.pop("hidden_activation", None)
-        if first == "gelu":
+        if values.get("hidden_act") == "gelu":
             values["hidden_act"] = "gelu_pytorch_tanh"
-        if second is not None and values.setdefault("hidden_act", second) != second:
-            raise ValueError(f"config field 'hidden_act' is {first!r}, but 'hidden_activation' is {second!r}")
+        set_once(values, "hidden_act", values.pop("hidden_activation", None), "hidden_activation")
         return values
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,8 +76,7 @@ class _Gemma3Fields(llama.LlamaFields):
             )
         for kind, name in _THETAS.items():
             theta = (kinds.get(kind) or {}).get("rope_theta")
-            if theta is not None and values.setdefault(name, theta) != theta:
-                raise ValueError(f"config field {name!r} is {values[name]!r}, but in rope_parameters {theta!r}")
+            set_once(values, name, theta, f"rope_parameters.{kind}.rope_theta")
         values = super().read(values | {"rope_parameters": kinds.get(_FULL)})
         if not (values.get("rope_scaling") or {}).get("truncate", True):
             raise ValueError(

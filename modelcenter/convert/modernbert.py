@@ -8,7 +8,7 @@ version 5 writes `layer_types` and, inside `rope_parameters`, a base for each ty
 from collections.abc import Mapping
 from typing import Any
 
-from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap, set_once
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
@@ -86,8 +86,7 @@ class ModernBertFields:
                 raise ValueError(f"rope_parameters: got {kind!r:.80}, but angles of modernbert are not scaled here")
         for kind, name in _THETAS.items():
             theta = (parameters.get(kind) or {}).get("rope_theta")
-            if theta is not None and values.setdefault(name, theta) != theta:
-                raise ValueError(f"config field {name!r} is {values[name]!r}, but in rope_parameters {theta!r}")
+            set_once(values, name, theta, f"rope_parameters.{kind}.rope_theta")
         return values
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert.bert import FIELDS, OLD_SPELLINGS
-from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap, set_once
 from modelcenter.convert.rope import RopeFields
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
@@ -110,23 +110,15 @@ class _Fields(RopeFields):
         if (kind := values.pop("activation_function", None)) is not None:
             if kind not in _GATED:
                 raise ValueError(f"activation_function: got {kind!r:.80}, expected one of {', '.join(_GATED)}")
-            _say(values, "hidden_act", _GATED[kind], "activation_function")
+            set_once(values, "hidden_act", _GATED[kind], "activation_function")
         for name, ours in _AUTHORS.items():
             if (value := values.pop(name, None)) is not None:
                 if name == "n_inner" and isinstance(value, int):
                     value = -(-value // _MULTIPLE) * _MULTIPLE
-                _say(values, ours, value, name)
+                set_once(values, ours, value, name)
         if factor := values.pop("rotary_scaling_factor", None):
-            _say(values, "rope_scaling", {"rope_type": "dynamic", "factor": factor}, "rotary_scaling_factor")
+            set_once(values, "rope_scaling", {"rope_type": "dynamic", "factor": factor}, "rotary_scaling_factor")
         return values
-
-
-def _say(values: dict[str, Any], name: str, value: Any, spelled: str) -> None:
-    """Set a field from one with another name, `spelled`. Raises ValueError if the file contradicts it."""
-    if values.get(name) is None:
-        values[name] = value
-    elif values[name] != value:
-        raise ValueError(f"config field {name!r} is {values[name]!r}, but {spelled!r} is {value!r}")
 
 
 CONFIG = ConfigMap(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from modelcenter.convert.config_map import set_once
+
 
 @dataclass(frozen=True)
 class RopeFields:
@@ -29,10 +31,8 @@ class RopeFields:
         """
         values = dict(values)
         for name, flat_name in self.names.items():
-            if name != flat_name and name in values:
-                value = values.pop(name)
-                if values.setdefault(flat_name, value) != value:
-                    raise ValueError(f"config field {name!r} is given twice, as {value!r} and as {values[flat_name]!r}")
+            if name != flat_name:
+                set_once(values, flat_name, values.pop(name, None), name)
         forms = [form for form in (values.pop("rope_parameters", None), values.get("rope_scaling")) if form]
         if not forms:
             return values

@@ -23,6 +23,7 @@ def read(*overrides, **fields):
 
 def test_every_spelling_says_the_same():
     found = [read(**fields) for fields in (FIRST, LATER, {**LATER, **FIRST}, {**FIRST, "hidden_size": 48})]
+    found.append(read(**FIRST, hidden_size=None))
     assert all(config == found[0] for config in found)
     assert (found[0].hidden_size, found[0].num_layers, found[0].num_heads) == (48, 3, 6)
     for changes in ({"num_hidden_layers": 2}, {"n_layer": 2}, {"num_layers": 2}):

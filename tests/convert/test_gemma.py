@@ -201,7 +201,7 @@ def test_activations_of_the_first_files(tmp_path):
         (
             "gemma3_text",
             {"rope_local_base_freq": 5.0, "rope_parameters": ANGLES},
-            "'rope_local_base_freq' is 5.0, but in rope_parameters 20.0",
+            "'rope_local_base_freq' is 5.0, but 'rope_parameters.sliding_attention.rope_theta' is 20.0",
         ),
         (
             "gemma3_text",

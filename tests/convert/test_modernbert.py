@@ -88,7 +88,7 @@ def test_an_export_is_read_by_both(types, tmp_path):
         ({"rope_parameters": "default"}, "rope_parameters: got 'default', expected an object for each layer type"),
         (
             {"local_rope_theta": 5.0, "rope_parameters": {NEAR: {"rope_theta": 6.0}}},
-            "'local_rope_theta' is 5.0, but in rope_parameters 6.0",
+            "'local_rope_theta' is 5.0, but 'rope_parameters.sliding_attention.rope_theta' is 6.0",
         ),
         ({"classifier_pooling": "max"}, "pooling is 'max', expected one of cls, mean"),
         ({"hidden_size": 54}, "num_attention_heads is 6, expected heads of an even width"),

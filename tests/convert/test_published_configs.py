@@ -166,7 +166,7 @@ def test_notes_change_nothing(kind, notes):
         ("llama", {"rope_interleaved": True}, "'rope_interleaved': got True"),
         ("qwen3", {"is_causal": False}, "'is_causal': got False"),
         ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor': got 0.5"),
-        ("gpt_neox", {"rope_theta": 7.0}, "'rope_theta' is given twice, as 7.0 and as 500"),
+        ("gpt_neox", {"rope_theta": 7.0}, "'rotary_emb_base' is 500.*, but 'rope_theta' is 7.0"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},

@@ -53,6 +53,21 @@ def test_each_truncation_keeps_the_tokens_of_transformers(name, keep):
         assert torch.equal(narrowed(scores, s, keep), WARPERS[name](value, keep)(None, scores)), value
 
 
+def test_a_mass_that_rounded_sums_do_not_reach_keeps_every_token():
+    scores = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
+    s = Settings(tokens=SpecialTokens(), do_sample=True, typical_p=1 - 1e-9)
+    assert torch.equal(narrowed(scores, s), scores)
+
+
+@pytest.mark.parametrize("text", [[4], [4, 4], [4, 4, 4], [4, 5], [5, 4, 4]])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_texts_as_short_as_what_may_not_be_repeated(text, size):
+    prompt, scores = torch.tensor([text]), torch.zeros(1, 9)
+    s = Settings(tokens=SpecialTokens(), no_repeat_ngram_size=size)
+    found = next_scores(scores, texts_after(prompt, torch.zeros(1, 0, dtype=torch.long)), s, [20])
+    assert torch.equal(found, transformers.NoRepeatNGramLogitsProcessor(size)(prompt, scores.clone()))
+
+
 @pytest.mark.parametrize(("forced", "length", "place"), [(5, 1, 1), (None, 1, 0), (5, 2, 0)])
 def test_the_first_token_that_may_be_chosen_comes_after_a_forced_one(forced, length, place):
     """Which is forced only after a single token."""

@@ -68,6 +68,14 @@ def test_texts_as_short_as_what_may_not_be_repeated(text, size):
     assert torch.equal(found, transformers.NoRepeatNGramLogitsProcessor(size)(prompt, scores.clone()))
 
 
+def test_places_without_a_token_keep_no_token_out():
+    """Of which one is before a shorter prompt."""
+    s = Settings(tokens=SpecialTokens(), no_repeat_ngram_size=1)
+    texts = texts_after(torch.tensor([[-1, 4], [5, 4]]), torch.zeros(2, 0, dtype=torch.long))
+    found = next_scores(torch.zeros(2, 9), texts, s, [20, 20]).isinf()
+    assert [row.nonzero().flatten().tolist() for row in found] == [[4], [4, 5]]
+
+
 @pytest.mark.parametrize(("forced", "length", "place"), [(5, 1, 1), (None, 1, 0), (5, 2, 0)])
 def test_the_first_token_that_may_be_chosen_comes_after_a_forced_one(forced, length, place):
     """Which is forced only after a single token."""

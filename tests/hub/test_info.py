@@ -94,6 +94,10 @@ def test_fields_that_change_sizes(changes):
         ("gte", {"type_vocab_size": 0}),
         ("granite", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
         ("olmo2", {"attention_bias": True, "head_dim": 10}),
+        ("mixtral", {"num_local_experts": 3, "head_dim": 8}),
+        ("olmoe", {"attention_bias": True, "num_experts": 4}),
+        ("qwen2_moe", {"qkv_bias": False, "decoder_sparse_step": 2, "mlp_only_layers": None}),
+        ("qwen3_moe", {"attention_bias": True, "num_experts": 4, "mlp_only_layers": [1, 2]}),
         ("phi3", {"head_dim": 10, "rope_scaling": None, "partial_rotary_factor": 0.6}),
         ("smollm3", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
         ("gemma2", {"attention_bias": True, "head_dim": 12, "num_key_value_heads": 3}),
@@ -111,6 +115,27 @@ def test_fields_of_families(name, changes):
         config |= {"decoder_bias": False} if name.startswith("modernbert") else {}
         task = "causal-lm" if name == "modernbert-decoder" else "masked-lm"
         assert task_sizes(config, task) == counted(mc.from_config(config, task))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_parameters_that_a_token_passes_through(name, tmp_path):
+    """All but the experts that have no gradient."""
+    model = mc.from_config(f"tiny/{name}", "causal-lm").train()
+    model(torch.tensor([[7]]), output_logits=True).logits.sum().backward()
+    unused = 0
+    for parameter_name, parameter in model.named_parameters():
+        if ".experts." in parameter_name:
+            unused += sum(matrix.numel() for matrix in parameter.grad if not matrix.any())
+    model.save_pretrained(tmp_path)
+    about = model_info(str(tmp_path))
+    assert unused > 0 and about["active_parameters"] == model.num_parameters() - unused
+    assert f"active       {about['active_parameters']:,}, those that a token passes through\n" in render(about)
+    assert {"num_experts", "experts_per_token"} < set(about["sizes"])
+
+
+def test_every_token_passes_through_all_of_a_dense_model():
+    about = model_info("gpt2")
+    assert about["active_parameters"] == about["parameters"] and "active" not in render(about)
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_embeddings": False},
     "opt": {"max_positions": 2048, "bias": True, "pre_norm": True},
     "mistral": {"num_kv_heads": 8, "tie_embeddings": False},
+    "mixtral": {"num_kv_heads": 8, "num_experts": 8, "experts_per_token": 2, "sparse_step": 1}
+    | {"tie_embeddings": False},
     "olmo2": {"tie_embeddings": False},
+    "olmoe": {"num_experts": 64, "experts_per_token": 8, "sparse_step": 1, "tie_embeddings": False},
     "phi3": {"tie_embeddings": False},
+    "qwen2_moe": {"num_experts": 60, "experts_per_token": 4, "expert_intermediate_size": 1408}
+    | {"shared_intermediate_size": 5632, "sparse_step": 1, "qkv_bias": True, "tie_embeddings": False},
     "qwen3": {"head_dim": 128, "tie_embeddings": False},
+    "qwen3_moe": {"num_experts": 128, "experts_per_token": 8, "expert_intermediate_size": 768}
+    | {"num_kv_heads": 4, "sparse_step": 1, "tie_embeddings": False},
     "smollm3": {"num_kv_heads": 4},
     "gemma": {"num_kv_heads": 16, "head_dim": 256},
     **dict.fromkeys(("gemma2", "gemma3_text", "t5_gemma_module"), {"num_kv_heads": 4, "head_dim": 256}),
@@ -83,7 +90,8 @@ def side_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[
 
 _OFF = frozenset(  # unless the config says otherwise
     """cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank
-    relative_attention use_task_id norm_distances norm_embeddings share_projections conv_width num_groups""".split()
+    relative_attention use_task_id norm_distances norm_embeddings share_projections conv_width num_groups dense_layers
+    num_experts shared_intermediate_size""".split()
 )
 
 
@@ -103,6 +111,7 @@ class Fields:
             "num_decoder_layers": "num_layers",
             "decoder_intermediate_size": "intermediate_size",
             "embedding_size": "hidden_size",
+            "expert_intermediate_size": "intermediate_size",
             "max_distance": "max_positions",
             "position_buckets": "max_distance",
         }

@@ -58,6 +58,22 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     return _ordered({**sizes, "head": head})
 
 
+def idle_parameters(config: Mapping[str, Any]) -> int:
+    """Parameters of the experts that a token does not pass through; 0 in models without mixtures of experts.
+
+    Raises:
+        ValueError: as body_sizes.
+    """
+    kind = str(config.get("model_type"))
+    if _BODIES.get(kind) is not _llama:
+        return 0
+
+    def count(c: Fields) -> int:
+        return _sparse_layers(c) * (c.num_experts - c.experts_per_token) * _expert(c) if c.num_experts else 0
+
+    return _counted(kind, count, config_fields(config))
+
+
 def _counted(kind: str, count: Callable[..., T], *args: Any) -> T:
     """Return count(*args). Raises ValueError if a config of this type lacks a field or has no number there."""
     try:
@@ -221,7 +237,8 @@ def _opt(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
-_NORMS_HEADS = ("qwen3", "gemma3_text")  # they normalise queries and keys
+_NORMS_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")  # they normalise queries and keys
+_NORMS_ALL_HEADS = ("olmo2", "olmoe")  # the same, over all heads at once
 _SANDWICHES = ("gemma2", "gemma3_text")  # with norms before and after each branch of a layer
 
 
@@ -229,17 +246,37 @@ def _llama(c: Fields, kind: str) -> dict[str, int]:
     d, layers = c.hidden_size, c.num_layers
     if kind == "minicpm3":
         attention = _latent(c)
-    elif kind == "qwen2":
-        attention = _attention(c, True, out_bias=False)
+    elif kind in ("qwen2", "qwen2_moe"):
+        attention = _attention(c, kind == "qwen2" or c.qkv_bias, out_bias=False)
     else:
-        normed = 2 if kind in _NORMS_HEADS else c.num_heads + c.num_kv_heads if kind == "olmo2" else 0
+        normed = 2 if kind in _NORMS_HEADS else c.num_heads + c.num_kv_heads if kind in _NORMS_ALL_HEADS else 0
         attention = _attention(c, c.attention_bias) + normed * c.head_dim
     return {
         "embeddings": c.vocab_size * d,
         "attention": layers * attention,
-        "mlp": layers * _mlp(c, c.mlp_bias, gated=True),
+        "mlp": (layers - _sparse_layers(c)) * _mlp(c, c.mlp_bias, gated=True) + _sparse_layers(c) * _mixture(c),
         "norms": d * (1 + (4 if kind in _SANDWICHES else 2) * layers),
     }
+
+
+def _sparse_layers(c: Fields) -> int:
+    """The number of layers with a mixture of experts."""
+    if not c.num_experts:
+        return 0
+    dense = c.dense_layers or ()
+    return sum((layer + 1) % c.sparse_step == 0 and layer not in dense for layer in range(c.num_layers))
+
+
+def _mixture(c: Fields) -> int:
+    """The experts of a layer, their router, and the network that all tokens pass through, with its gate."""
+    if not c.num_experts:
+        return 0
+    shared = _mlp(c, False, True, c.shared_intermediate_size) + c.hidden_size if c.shared_intermediate_size else 0
+    return c.num_experts * (c.hidden_size + _expert(c)) + shared
+
+
+def _expert(c: Fields) -> int:
+    return _mlp(c, False, True, c.expert_intermediate_size)
 
 
 def _t5gemma(config: Mapping[str, Any], sides: Sequence[str]) -> dict[str, int]:
@@ -350,6 +387,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3", "phi3"), _llama),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3"), _llama),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), _bart),
     "led": _led,

@@ -46,6 +46,8 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     else:
         bare = "" if about["bare_parameters"] is None else f"; the bare model has {about['bare_parameters']:,}"
         facts.append(("parameters", f"{about['parameters']:,} from the {about['counted_from']}{bare}"))
+        if (active := about["active_parameters"]) != about["parameters"]:
+            facts.append(("active", f"{active:,}, those that a token passes through"))
         facts += [("", f"{name:<10} {count:>16,}") for name, count in about["components"].items()]
     facts.append(("dtype", about["dtype"]))
     if (held := about["stored"]) is not None:

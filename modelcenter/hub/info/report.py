@@ -20,14 +20,17 @@ from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.info.config_fields import config_fields, our_names
 from modelcenter.hub.info.head_counts import linear_size
 from modelcenter.hub.info.memory import PRECISIONS, inference_bytes, training_bytes
-from modelcenter.hub.info.parameter_counts import body_sizes, task_sizes
+from modelcenter.hub.info.parameter_counts import body_sizes, idle_parameters, task_sizes
 from modelcenter.hub.info.stored_files import cached_files, describe_files, newest_snapshot
 from modelcenter.hub.remote.download import HubOptions, download_config, is_offline
 from modelcenter.hub.resolve import local_directory, read_model_config, repo_of
 from modelcenter.registry import ARCHITECTURES, preset
 
 _WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of a parameter in inference
-_SHOWN = ("hidden_size", "num_layers", "num_decoder_layers", "num_heads", "num_kv_heads", "vocab_size", "max_positions")
+_SHOWN = (
+    *("hidden_size", "num_layers", "num_decoder_layers", "num_heads", "num_kv_heads", "vocab_size", "max_positions"),
+    *("num_experts", "experts_per_token"),
+)
 
 
 def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> dict[str, Any]:
@@ -169,7 +172,9 @@ def _count(
         sizes, source = whole, "config"
     else:
         sizes, source = bare, "config, without its head"
+    idle = idle_parameters(config) if known else 0
     return {
+        "active_parameters": None if sizes is None else sum(sizes.values()) - idle,
         "bare_parameters": None if bare is None else sum(bare.values()),
         "components": sizes,
         "counted_from": None if sizes is None else source,

@@ -38,10 +38,12 @@ def _of_files(place: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 
 @dataclass(frozen=True)
-class MixtureFields(llama.LlamaFields):
-    """Rotary fields, and the number of experts, whose name differs by family and version: either is read.
+class MixtureFields(llama.Qwen2Fields):
+    """Fields of rotary positions and heads, and the number of experts, whose name differs by family and version: either
+    is read.
 
-    experts: the one that is written.
+    experts: the one that is written, which is that of published files. (Of Qwen3-MoE, transformers 5 writes the other,
+    which transformers 4 does not read.)
     """
 
     experts: str = "num_experts"
@@ -85,9 +87,10 @@ def _arch(
     required: Mapping[str, tuple[Any, ...]] | None = None,
     ignored: frozenset[str] = frozenset(),
     tasks: tuple[str, ...] | None = None,
+    qa_prefix: str = "model.",
 ) -> ArchMap:
     """The rules of a family. rules, shared: of its mixtures; experts: the name of their number in its config."""
-    found = llama.tasks(name, "model.")
+    found = llama.tasks(name, qa_prefix)
     return ArchMap(
         model_type=model_type,
         prefix="model.",
@@ -137,4 +140,5 @@ QWEN3_MOE = _arch(
     "Qwen3Moe",
     llama.HEAD_DIM | _QWEN | {"attention_bias": "attention_bias"},
     ignored=frozenset({"max_window_layers"}),
+    qa_prefix="transformer.",
 )

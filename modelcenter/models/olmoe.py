@@ -24,6 +24,13 @@ class OlmoeConfig(MixtureConfig):
     num_experts: int = 64
     experts_per_token: int = 8
     normalize_experts: bool = False
+    router_aux_loss_coef: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.head_dim is not None
+        whole = self.head_dim * self.num_heads == self.hidden_size
+        self.require(whole, "head_dim", f"hidden_size / num_heads = {self.hidden_size / self.num_heads:g}")
 
 
 class Olmoe(MixtureBody):

@@ -30,9 +30,13 @@ class QwenMoeConfig(MixtureConfig):
     dense_layers: list[int] | None = None
 
     def __post_init__(self) -> None:
+        given = self.dense_layers  # checked here, as the base rounds numbers
+        known = given is None or (isinstance(given, list) and all(type(number) is int for number in given))
+        self.require(known, "dense_layers", "a list of numbers of layers, from 0")
         super().__post_init__()
         if not self.use_sliding_window:
-            self.sliding_window = None
+            self.sliding_window = None  # transformers writes 0
+        self.require(self.sliding_window is None or self.sliding_window > 0, "sliding_window", "at least 1, or None")
         self.require(self.sparse_step > 0, "sparse_step", "at least 1")
         self.require(self.expert_intermediate_size > 0, "expert_intermediate_size", "at least 1")
         self.dense_layers = self.dense_layers or []
@@ -71,6 +75,11 @@ class Qwen2MoeConfig(QwenMoeConfig):
             slides = 0 if self.sliding_window is None else self.max_window_layers
             self.layer_types = [SLIDING if i < slides and i % 2 == 0 else FULL for i in range(self.num_layers)]
         check_layer_types(self, self.layer_types, self.num_layers)
+        self.require(
+            self.sliding_window is not None or SLIDING not in self.layer_types,
+            "layer_types",
+            f"no {SLIDING} without use_sliding_window and a sliding_window",
+        )
 
     def types_of_layers(self) -> list[str]:
         """layer_types, given or derived."""

@@ -37,7 +37,8 @@ def _zero_bias(model: Any) -> None:
 
 
 def _wrong_activation(model: Any) -> None:
-    model.units[0].mlp.activation = torch.tanh
+    mlp = model.units[0].mlp
+    getattr(mlp, "experts", mlp).activation = torch.tanh
 
 
 def _swap_layers(model: Any) -> None:

@@ -113,7 +113,8 @@ def names_of_kept(arch: ArchMap, names: Collection[str], kept: KeptLayers, prefi
         side, number, rest = places[match.re], int(match["i"]), key[match.end() :]
         numbers = kept.decoder_layers if side == DECODER else kept.layers
         repeats_first = any(_is_of_all(pattern, key, match) for pattern in literals)
-        if not repeats_first and not arch.ignores(key):
+        known = any(re.fullmatch(pattern, rest) for pattern in arch.of_some_layers)
+        if not repeats_first and not known and not arch.ignores(key):
             tensors[side, number].add(rest)
         if numbers is None:
             found[name] = name

@@ -103,6 +103,7 @@ def _arch(
             ignored=llama.IGNORED | ignored,
             translation=MixtureFields(_ROPE, experts),
         ),
+        of_some_layers=(r"mlp\..*",) if "mlp_only_layers" in fields else (),
         body_in_model=(*llama.BODY, *_IN_MODEL, *shared),
     )
 

@@ -398,6 +398,8 @@ class ArchMap:
         old_spellings: (pattern, replacement) applied to the names of a file before anything else.
         infer_config: (config.json, names of the checkpoint's tensors) -> config values that only the tensors show.
         layer_columns: hub tensors (1, layers * n) with n columns per layer.
+        of_some_layers: patterns of tensors, by their names within a layer, of which the config says for each layer
+            whether it has them.
         files: in model_configs, written with a checkpoint: code for transformers, named in its `auto_map`.
     """
 
@@ -411,6 +413,7 @@ class ArchMap:
     old_spellings: tuple[tuple[str, str], ...] = ()
     infer_config: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
     layer_columns: tuple[str, ...] = ()
+    of_some_layers: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     body_in_model: tuple[Rule, ...] = ()
 

@@ -2,13 +2,14 @@
 (arXiv:2505.09388), after transformers' Qwen2MoeModel and Qwen3MoeModel.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
 from modelcenter.layers.experts import SparseMLP
-from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
+from modelcenter.models.layer_types import FULL, SLIDING, LayerTypesFields
 from modelcenter.models.mixture import MixtureBody, MixtureConfig
 
 
@@ -48,9 +49,14 @@ class QwenMoeConfig(MixtureConfig):
         assert self.dense_layers is not None
         return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
+    def fields_of_kept_layers(self, numbers: Sequence[int], of_decoder: bool = False) -> dict[str, Any]:
+        dense = [place for place, number in enumerate(numbers) if not self.is_sparse(number)]
+        changes = {"sparse_step": 1, "dense_layers": dense}
+        return super().fields_of_kept_layers(numbers, of_decoder) | changes
+
 
 @dataclass(kw_only=True)
-class Qwen2MoeConfig(QwenMoeConfig):
+class Qwen2MoeConfig(LayerTypesFields, QwenMoeConfig):
     """Fields of Qwen2-MoE.
 
     shared_intermediate_size: of the network that all tokens pass through besides their experts. qkv_bias: q, k and v
@@ -66,7 +72,6 @@ class Qwen2MoeConfig(QwenMoeConfig):
     shared_intermediate_size: int = 5632
     qkv_bias: bool = True
     max_window_layers: int = 28
-    layer_types: list[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,21 +79,15 @@ class Qwen2MoeConfig(QwenMoeConfig):
         if self.layer_types is None:
             slides = 0 if self.sliding_window is None else self.max_window_layers
             self.layer_types = [SLIDING if i < slides and i % 2 == 0 else FULL for i in range(self.num_layers)]
-        check_layer_types(self, self.layer_types, self.num_layers)
         self.require(
             self.sliding_window is not None or SLIDING not in self.layer_types,
             "layer_types",
             f"no {SLIDING} without use_sliding_window and a sliding_window",
         )
 
-    def types_of_layers(self) -> list[str]:
-        """layer_types, given or derived."""
-        assert self.layer_types is not None
-        return self.layer_types
-
     def window(self, layer: int) -> int | None:
         """The number of tokens that a token of layer 0, 1, ... attends to; None: all."""
-        return self.sliding_window if self.types_of_layers()[layer] == SLIDING else None
+        return self.sliding_window if self.slides(layer) else None
 
 
 @dataclass(kw_only=True)

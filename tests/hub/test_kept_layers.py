@@ -186,13 +186,15 @@ def test_as_transformers_with_its_lists_cut(tmp_path, saved_once, family, which)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3_text", "smollm3", *MODERNBERTS, "t5gemma"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3_text", "qwen2_moe", "smollm3", *MODERNBERTS, "t5gemma"])
 def test_windows_go_with_their_layers(tmp_path, family):
     """Of texts that are longer than a window. transformers' side is the test above, with short texts."""
     window = {"local_attention": 4} if family in MODERNBERTS else {"sliding_window": 3}
     changes = {} if family == "t5gemma" else window
     if family == "qwen2":
         changes = window | {"use_sliding_window": True, "max_window_layers": 2}
+    if family == "qwen2_moe":
+        changes = window | {"use_sliding_window": True, "max_window_layers": 3, "decoder_sparse_step": 2}
     if family == "smollm3":
         changes = window | {"use_sliding_window": True, "no_rope_layers": [1, 1, 0, 0, 1]}
     save_whole(tmp_path / "whole", family, **changes)

@@ -36,7 +36,7 @@ class GemmaConfig(LlamaBodyConfig):
 
 
 @dataclass(kw_only=True)
-class Gemma3Config(LayerTypesFields, GemmaConfig):
+class Gemma3Config(GemmaConfig, LayerTypesFields):
     """Fields of Gemma 3.
 
     layer_types: for each layer "full_attention" or "sliding_attention", in which a token attends to `sliding_window`

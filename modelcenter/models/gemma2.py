@@ -12,7 +12,7 @@ from modelcenter.models.layer_types import LayerTypesFields
 
 
 @dataclass(kw_only=True)
-class Gemma2Config(LayerTypesFields, GemmaConfig):
+class Gemma2Config(GemmaConfig, LayerTypesFields):
     """Fields of Gemma 2.
 
     layer_types: for each layer "full_attention" or "sliding_attention", in which a token attends to `sliding_window`

@@ -11,7 +11,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(kw_only=True)
 class LayerTypesFields(ModelConfig):
-    """Fields of models in which some layers have sliding-window attention.
+    """Fields of models in which some layers have sliding-window attention. It is the last base of a config: it has the
+    fields of ModelConfig too, whose defaults would otherwise take the place of the other base's.
 
     layer_types: for each layer "full_attention" or "sliding_attention". None: the family has a rule, in `slides` or in
     its `__post_init__`, which writes the types here.

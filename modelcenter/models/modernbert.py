@@ -28,7 +28,7 @@ _BEFORE_HEADS = ("head.dense.weight", "transform.dense.weight", "head.transform.
 
 
 @dataclass(kw_only=True)
-class ModernBertBodyConfig(LayerTypesFields, EncoderConfig):
+class ModernBertBodyConfig(EncoderConfig, LayerTypesFields):
     """Fields of ModernBERT and its decoder; sizes count elements, dropouts are probabilities.
 
     layer_types: for each layer "full_attention" or "sliding_attention", which attends within `window` and rotates by

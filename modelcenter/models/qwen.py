@@ -10,7 +10,7 @@ from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
 
 
 @dataclass(kw_only=True)
-class Qwen2Config(LayerTypesFields, LlamaBodyConfig):
+class Qwen2Config(LlamaBodyConfig, LayerTypesFields):
     """Fields of Qwen2.
 
     sliding_window: how many tokens a token attends to in a "sliding_attention" layer of `layer_types`; if these are

@@ -56,7 +56,7 @@ class QwenMoeConfig(MixtureConfig):
 
 
 @dataclass(kw_only=True)
-class Qwen2MoeConfig(LayerTypesFields, QwenMoeConfig):
+class Qwen2MoeConfig(QwenMoeConfig, LayerTypesFields):
     """Fields of Qwen2-MoE.
 
     shared_intermediate_size: of the network that all tokens pass through besides their experts. qkv_bias: q, k and v

@@ -15,7 +15,7 @@ from modelcenter.models.llama import Llama, LlamaConfig
 
 
 @dataclass(kw_only=True)
-class SmolLM3Config(LayerTypesFields, LlamaConfig):
+class SmolLM3Config(LlamaConfig, LayerTypesFields):
     """Fields of SmolLM3; the biases are Llama's.
 
     no_rope_layers: for each layer 1 if its queries and keys are rotated, and 0 if they are not, despite the name, which

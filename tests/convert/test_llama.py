@@ -98,6 +98,7 @@ def test_defaults_are_those_of_transformers(kind):
         if field not in ("rope_theta", "rope_scaling", "classifier_dropout"):
             assert getattr(config, field) == getattr(theirs, name), name
     assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rope_scaling is None
+    assert config.tie_embeddings == theirs.tie_word_embeddings
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "olmo2", "granite", "smollm3"])

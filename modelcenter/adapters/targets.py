@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from engine.names import clean_name
+from engine.ops import Experts
 from modelcenter.convert.layout import Layout
 from modelcenter.models.base import Model
 from modelcenter.registry import nearest
@@ -44,10 +45,11 @@ def _layers_of(
         hits = [n for n in linears if any(fnmatchcase(x, p) for x in (n, *hub_names[n]) for p in patterns)]
         if not hits:
             leaves = {n.rpartition(".")[2] for n in (*linears, *(h for names in hub_names.values() for h in names))}
+            experts = any(isinstance(module, Experts) for module in model.modules())
             raise ValueError(
                 f"lora_targets: {target!r} matches no linear layer.{nearest(target, leaves)} This model has "
                 f"{', '.join(sorted({n.rpartition('.')[2] for n in linears}))} (and Hugging Face's names of these), or "
-                f"{ALL_LINEAR!r}"
+                f"{ALL_LINEAR!r}" + "; experts and their routers are no linear layers, so they stay frozen" * experts
             )
         matched.update(hits)
     chosen = [name for name in linears if name in matched]

@@ -122,6 +122,7 @@ PROMPTED = [
     pytest.param("bloom", "causal-lm", marks=pytest.mark.full),
     pytest.param("granite", "causal-lm", marks=pytest.mark.full),
     pytest.param("olmo2", "causal-lm", marks=pytest.mark.full),
+    pytest.param("qwen2_moe", "causal-lm", marks=pytest.mark.full),
     pytest.param("phi3", "causal-lm", marks=pytest.mark.full),
     pytest.param("smollm3", "causal-lm", marks=pytest.mark.full),
 ]

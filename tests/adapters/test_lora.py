@@ -63,6 +63,9 @@ OTHERS = [
     ("minicpm3", "causal-lm"),
     ("granite", "causal-lm"),
     ("olmo2", "causal-lm"),
+    ("mixtral", "causal-lm"),
+    ("olmoe", "causal-lm"),
+    ("qwen2_moe", "causal-lm"),
     ("phi3", "causal-lm"),
     ("phi3", "sequence-classification"),
     ("smollm3", "causal-lm"),
@@ -140,6 +143,32 @@ def test_an_adapter_that_peft_trained_on_transformers_comes_in(family, task, tmp
     same(logits(theirs, task, family), logits(model, task, family))
     save_adapter(model, tmp_path / "again")
     same(logits(peft_model(base, family, task, tmp_path / "again"), task, family), logits(theirs, task, family))
+
+
+@pytest.mark.full
+def test_adapters_of_a_mixture_are_of_its_attention(tmp_path):
+    """peft 0.21 takes gate_proj, up_proj and down_proj of a Qwen3-MoE for its experts, even in a dense layer."""
+    base = save_base(tmp_path / "base", "qwen3_moe", "causal-lm")
+    model = adapted(base, "causal-lm", targets=["q", "k", "v", "out"])
+    save_adapter(model, tmp_path / "adapter")
+    theirs = peft_model(base, "qwen3_moe", "causal-lm", tmp_path / "adapter")
+    same(logits(theirs, "causal-lm", "qwen3_moe"), logits(model, "causal-lm", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_experts_are_not_adapted(family, tmp_path):
+    """Neither by a target that names them, nor by an adapter of peft that changes them."""
+    base = save_base(tmp_path, family, "causal-lm")
+    for target in ("experts", "gate_up_proj", "router"):
+        with pytest.raises(
+            ValueError, match=f"'{target}' matches no linear layer.*; experts and their routers are no "
+        ):
+            add_lora(mc.from_pretrained(base), targets=[target])
+    theirs = transformers_model(base, family, "causal-lm")
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    peft.get_peft_model(theirs, config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="it uses target_parameters, which is not supported; train it without, or"):
+        load_lora(tmp_path / "adapter", mc.from_pretrained(base))
 
 
 @pytest.mark.parametrize("family", registry.ARCHITECTURES)

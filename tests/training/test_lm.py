@@ -375,6 +375,7 @@ def test_cpm_ant_in_chinese(tmp_path, capsys):
 
 FAMILIES = "llama cpm1 cpm3 gptj gpt_neox opt bloom qwen2 qwen3 mistral minicpm minicpm3".split()
 FAMILIES += "gemma gemma2 gemma3_text modernbert-decoder granite olmo2 phi3 smollm3".split()
+FAMILIES += "mixtral olmoe qwen2_moe qwen3_moe".split()
 
 
 @pytest.mark.parametrize("family", ["cpmant", *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES)])

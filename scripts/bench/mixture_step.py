@@ -49,7 +49,7 @@ def main() -> None:
     numbers: dict[str, Any] = {}
     rows, shares = [], []
     for case in args.cases:
-        machine.measure(child, args.threads)
+        machine.measure(child, args)
         words = [__file__, "--child", case, "--rounds", str(args.rounds)]
         result = child([*words, "--width", str(args.width), "--layers", str(args.layers)], args.threads)
         numbers[case] = result

@@ -63,7 +63,6 @@ class _GroupedLinears(Function):
             if grad is None:
                 found.append(None)
                 continue
-            grad = grad.contiguous()
             if weight is not None:
                 first, dx = dx is None, grad.new_empty(grad.shape[0], shape[2]) if dx is None else dx
                 for group, rows in ctx.bounds:
@@ -108,6 +107,5 @@ def grouped_linears(x: Tensor, ends: Tensor, *weights: Tensor) -> tuple[Tensor, 
     x, *weights = as_factors(x, *weights)  # type: ignore[assignment]
     if _in_one_kernel(x, *weights):
         return tuple(F.grouped_mm(x, w.transpose(1, 2), offs=ends) for w in weights)
-    with torch.autocast(x.device.type, enabled=False):
-        found: tuple[Tensor, ...] = _GroupedLinears.apply(x, ends, *weights)
-        return found
+    found: tuple[Tensor, ...] = _GroupedLinears.apply(x, ends, *weights)
+    return found

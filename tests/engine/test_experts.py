@@ -121,6 +121,15 @@ def test_only_what_is_asked_for_gets_a_gradient():
     assert torch.autograd.grad(first.sum(), whole[2], allow_unused=True) == (None,)
 
 
+def test_what_backward_keeps():
+    """Rows for the gradient of a matrix, and matrices for that of the rows."""
+    ends = torch.tensor([3, 4], dtype=torch.int32)
+    for rows, matrix in ((True, False), (False, True)):
+        x, weight = drawn(4, WIDTH).requires_grad_(rows), drawn(2, 3, WIDTH).requires_grad_(matrix)
+        (out,) = grouped_linears(x, ends, weight)
+        assert [t is None for t in out.grad_fn.saved_tensors] == [rows, matrix]
+
+
 def test_what_backward_recomputes():
     """The product of the activation, which the last layer of the experts reads; with the same gradients."""
     model, x, logits = mixture(), drawn(50, WIDTH, seed=5).requires_grad_(), drawn(50, COUNT, seed=6)
@@ -150,6 +159,9 @@ def test_a_second_derivative_is_refused():
     model, x = mixture(), drawn(4, WIDTH).requires_grad_()
     with pytest.raises(RuntimeError, match="has no second derivative"):
         torch.autograd.grad(model(x, drawn(4, COUNT, seed=1)).sum(), x, create_graph=True)
+    (out,) = grouped_linears(x, torch.tensor([4], dtype=torch.int32), model.up[:1])
+    with pytest.raises(RuntimeError, match="GroupedLinears has no second derivative"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
 class Toy(nn.Module):

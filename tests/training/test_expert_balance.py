@@ -8,6 +8,8 @@ from related_toys import assert_same
 import engine
 import modelcenter as mc
 from modelcenter.compare import pack_rows, rows_for
+from modelcenter.layers.experts import Balance
+from modelcenter.models import mixture
 from modelcenter.testing import randomize_
 from modelcenter.training import evaluate
 
@@ -113,6 +115,23 @@ def test_two_ranks(two, how):
     for loss, grads in two.run(step, cut, sizes, policy, changes):
         assert loss == pytest.approx(wanted[0], rel=5e-6)  # split layers round differently
         assert_same((wanted[0], grads), wanted)
+
+
+def test_layers_that_run_again_add_nothing(monkeypatch):
+    """Their probabilities would hold what recomputation frees."""
+    kept = []
+
+    class Recorded(Balance):
+        def __init__(self, ctx):
+            super().__init__(ctx)
+            kept.append(self)
+
+    monkeypatch.setattr(mixture, "Balance", Recorded)
+    model = engine.shard(made(), policy=engine.Policy(recompute="full"))
+    out = model(**pack_rows("causal-lm", rows_for("causal-lm", model.config, lengths=LENGTHS, seed=2)))
+    out.loss.backward()
+    (balance,) = kept
+    assert len(balance._chosen) == len(balance._probabilities) == 2  # layers with experts
 
 
 def test_only_a_language_model_in_training_balances_its_experts():

@@ -55,7 +55,7 @@ FAMILIES = [
     ("tiny/t5gemma", "seq2seq-lm"), ("tiny/ernie", "pretraining"), ("tiny/gte", "masked-lm"),
     ("tiny/deberta", "masked-lm"),
     ("tiny/modernbert-decoder", "causal-lm"), ("tiny/bloom", "causal-lm"),
-    ("tiny/longformer", "sequence-classification"), ("tiny/led", "seq2seq-lm"),
+    ("tiny/longformer", "sequence-classification"), ("tiny/led", "seq2seq-lm"), ("tiny/qwen2_moe", "causal-lm"),
 ]  # fmt: skip
 
 
@@ -461,8 +461,11 @@ def wait_for_nothing(model, batches, loss=None):
 
 @pytest.mark.parametrize(
     ("name", "task"),
-    [("tiny/gpt2", "causal-lm"), ("tiny/cpmant", "causal-lm"), *(("tiny/bert", task) for task in TASKS)],
-)
+    [
+        ("tiny/gpt2", "causal-lm"), ("tiny/cpmant", "causal-lm"), ("tiny/olmoe", "causal-lm"),
+        *(("tiny/bert", task) for task in TASKS),
+    ],
+)  # fmt: skip
 def test_a_step_waits_for_nothing(name: str, task: str):
     import torch
 

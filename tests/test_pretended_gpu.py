@@ -123,7 +123,7 @@ STEPS = [
     pytest.param("tiny/modernbert-decoder", "causal-lm", marks=pytest.mark.full), ("tiny/bloom", "causal-lm"),
     ("tiny/longformer", "sequence-classification"), pytest.param("tiny/led", "seq2seq-lm", marks=pytest.mark.full),
     ("tiny/gemma2", "causal-lm"), pytest.param("tiny/t5gemma", "seq2seq-lm", marks=pytest.mark.full),
-    *(("tiny/bert", task) for task in test_gpu.TASKS),
+    ("tiny/olmoe", "causal-lm"), *(("tiny/bert", task) for task in test_gpu.TASKS),
 ]  # fmt: skip
 
 

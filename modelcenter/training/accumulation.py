@@ -116,5 +116,5 @@ def accumulate(
         return loss(out, batch, totals)
 
     batches: Sequence[Batch] = list(microbatches)
-    with balanced(model, batches, loss.inputs) as batches:
+    with balanced(model, batches, loss) as batches:
         return engine.accumulate(model, batches, forward, loss.counts, model.empty_batch, backward)

@@ -5,9 +5,11 @@ microbatch needs the choices of all. If each rank has one, the ranks add theirs 
 run once more before, without gradients.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,20 +20,23 @@ from engine.loss import IGNORE_INDEX
 from engine.ops import dropout_rows
 from modelcenter.layers.host_copies import batch_to_device
 from modelcenter.models.base import Model
+from modelcenter.models.mixture import BALANCE
 from modelcenter.training.joint_loss import same_masks
 from modelcenter.training.metrics import greatest, is_counted
 
+if TYPE_CHECKING:
+    from modelcenter.training.accumulation import TrainingLoss
+
 Batch = Mapping[str, Any]
+_UNREAD = {"loss": 1, BALANCE: 1}  # divisors of a loss that is not read: counting would make the host wait for a GPU
 
 
 @contextmanager
-def balanced(
-    model: Model, batches: Sequence[Batch], inputs: Callable[[Batch], dict[str, Any]]
-) -> Iterator[Sequence[Batch]]:
+def balanced(model: Model, batches: Sequence[Batch], loss: TrainingLoss) -> Iterator[Sequence[Batch]]:
     """Inside, the microbatches of a step balance the experts as one. Collective, if the loss has such a term.
 
     Args:
-        batches: this rank's. inputs: the model's inputs, from a batch.
+        batches: this rank's. loss: as in `accumulate`.
 
     Yields:
         The microbatches to run.
@@ -39,14 +44,15 @@ def balanced(
     if not getattr(model, "balances_experts", False):
         yield batches
         return
+    counted = not batches or BALANCE in loss.counts(batches[0])
+    rounds = greatest(len(batches) if counted else 0)
     network: Any = model
-    rounds = greatest(len(batches))
     mine = [dict(batch) for batch in batches]
-    with same_masks(model, mine):
+    with same_masks(model, mine) if rounds > 1 else nullcontext():
         if rounds > 1:
-            total = _summed(_choices(network, mine, rounds, inputs))
+            total = _summed(_choices(network, mine, rounds, loss))
             network.expert_totals = lambda own: total
-        else:
+        elif rounds:
             network.expert_totals = _summed
         try:
             yield mine
@@ -64,16 +70,15 @@ def _summed(chosen: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _choices(model: Model, batches: Sequence[Batch], rounds: int, inputs: Callable[[Batch], dict[str, Any]]) -> Tensor:
+def _choices(model: Model, batches: Sequence[Batch], rounds: int, loss: TrainingLoss) -> Tensor:
     """(experts,) how often the tokens of this rank's microbatches choose each expert. Collective.
 
     rounds: number of microbatches on the rank that has most.
     """
     total: Any = 0
     for batch in [*batches, *(model.empty_batch() for _ in range(len(batches), rounds))]:
-        given = batch_to_device(batch, model.device)
+        unread = torch.full_like(batch["labels"], IGNORE_INDEX)  # so that no word is predicted
+        given = batch_to_device({**batch, "labels": unread}, model.device)
         with dropout_rows(given.pop("row_ids", None)):
-            given = inputs(given)
-            unread = torch.full_like(given["labels"], IGNORE_INDEX)  # so that no word is predicted
-            total = total + model(**{**given, "labels": unread})["expert_counts"]
+            total = total + model(**loss.inputs(given), loss_counts=_UNREAD)["expert_counts"]
     return total

@@ -115,9 +115,17 @@ _QUANTISED = ("qweight", "qzeros", "g_idx", "SCB", "absmax", "quant_map", "weigh
 
 
 def _hint(arch: ArchMap, layout: Layout, unknown: Sequence[str]) -> str:
-    """A possible cause of unknown tensors: quantised weights, or a prefix added by a wrapper."""
+    """A possible cause of unknown tensors: quantised weights, the names of transformers' model in place of those of its
+    files, or a prefix added by a wrapper."""
     if any(part.startswith(_QUANTISED) for name in unknown for part in name.split(".")):
         return "\nThese are quantised weights, which are not supported; load the checkpoint they were made from"
+    others = [rule for rule in arch.body_in_model if rule not in arch.body]
+    of_model = [template_regex(hub) for rule in others for hub in rule.hub_templates()]
+    if any(pattern.fullmatch(to_key(arch, name)) for name in unknown for pattern in of_model):
+        return (
+            "\nThese are names within transformers' model, as save_pretrained(save_original_format=False) writes them; "
+            "load the checkpoint with transformers, and save it without that"
+        )
     first = unknown[0]
     for prefix in (first[: end + 1] for end, char in enumerate(first) if char == "."):
         short = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]

@@ -140,6 +140,19 @@ def test_either_spelling_of_the_number_of_experts(kind, spelling):
         mc.from_config(both | {spelling: 4})
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_joined_experts_are_refused_with_the_reason(kind, tmp_path):
+    theirs = saved(kind, "causal-lm", tmp_path)
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj(.|\n)*within transformers' model, as save_pretrained"):
+        mc.from_pretrained(tmp_path)
+    # What is only one layer too many has other reasons.
+    saved(kind, "causal-lm", tmp_path)
+    with pytest.raises(ValueError, match="unexpected tensors") as error:
+        mc.from_pretrained(tmp_path, num_layers=2)
+    assert "within transformers' model" not in str(error.value)
+
+
 @pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize(
     "fields",

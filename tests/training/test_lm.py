@@ -167,6 +167,26 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd):
     assert [row["step"] for row in samples] == [4, 4, 8, 8, 12, 12]
 
 
+@pytest.mark.full
+def test_a_mixture_of_experts(folder, monkeypatch, capfd):
+    """Balanced over the whole batch: on 2 ranks, and after an interruption, as in one process; transformers loads it."""
+    fields = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "attention_dropout": 0.2}
+    values = {"model": "tiny/qwen2_moe", "model_config": fields, "save_every": 2, "eval_every": "never", "epochs": 2}
+    main(command(flags(folder, output_dir=str(folder / "whole"), **values)))
+    two = flags(folder, output_dir=str(folder / "two"), batch_size=4, zero=3, **values)
+    on_ranks(lambda: main(command(two)), 2, timeout=90)
+    assert losses(folder, "two") == pytest.approx(losses(folder, "whole"), abs=2e-5)
+    with monkeypatch.context() as patch:
+        die_at(patch, 5)
+        assert in_a_process(main, flags(folder, **values)) == -signal.SIGKILL
+    main(command(flags(folder, **values)))
+    assert went_on_after(capfd) in (2, 4)  # step 4 may have been half written
+    assert curve(folder) == curve(folder, "whole")
+    ours, theirs = modelcenter.from_pretrained(folder / "two" / "model"), hugging_face(folder / "two" / "model")
+    ids = torch.arange(5, 30).view(1, -1)
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-5, rtol=0)
+
+
 def test_predict_is_what_transformers_generates(trained, tmp_path):
     data = write_jsonl(tmp_path / "new.jsonl", [{"mr": row["mr"]} for row in make_pairs(7, seed=4)])
     words = ["predict", str(trained / "run"), str(data), "--max_new_tokens", "12", "--batch_size", "3"]

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from modelcenter.models.gpt_neox import GPTNeoX as GPTNeoX
     from modelcenter.models.gptj import GPTJ as GPTJ
     from modelcenter.models.granite import Granite as Granite
+    from modelcenter.models.granite import GraniteMoe as GraniteMoe
     from modelcenter.models.gte import Gte as Gte
     from modelcenter.models.led import Led as Led
     from modelcenter.models.llama import Llama as Llama

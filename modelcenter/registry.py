@@ -137,6 +137,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("bloom", "Bloom"),
         _ours("gpt_neox", "GPTNeoX"),
         _ours("granite", "Granite"),
+        _ours("granitemoe", "GraniteMoe", "granite", "mixture:GRANITEMOE"),
         _ours("gptj", "GPTJ"),
         _ours("olmo2", "Olmo2"),
         _ours("olmoe", "Olmoe", rules="mixture:OLMOE"),

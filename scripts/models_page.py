@@ -15,7 +15,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 _BOTH = set("bert gpt2 gpt_neox llama minicpm minicpm3 mistral qwen2 qwen3 roberta xlm-roberta".split())
 SERVED = {
     "vLLM": _BOTH
-    | set("bloom gemma gemma2 gemma3_text gptj granite mixtral modernbert nomic_bert olmo2 olmoe opt phi3".split())
+    | set("bloom gemma gemma2 gemma3_text gptj granite granitemoe mixtral modernbert nomic_bert".split())
+    | set("olmo2 olmoe opt phi3".split())
     | set("qwen2_moe qwen3_moe smollm3".split()),
     "llama.cpp": _BOTH,
 }

@@ -1,22 +1,29 @@
-"""Checkpoints of Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE: rules and config of transformers' models with these names.
+"""Checkpoints of Mixtral, OLMoE, GraniteMoE, Qwen2-MoE and Qwen3-MoE: rules and config of transformers' models with
+these names.
 
 Tensors have Llama's names, except those of mixtures of experts. Files hold three matrices of each expert; the models of
-transformers hold two tensors of all experts, in which gate and up are joined.
+transformers hold two tensors of all experts, in which gate and up are joined, and so do files of GraniteMoE.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelcenter.convert import llama
+from modelcenter.convert import granite, llama
 from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.rules import ArchMap, Rename, Rule, Split, Stack, with_embedding
 
-_IN_MODEL: tuple[Rule, ...] = (
-    Rename("layers.{i}.mlp.gate.weight", "layers.{i}.mlp.router.weight"),
-    Split("layers.{i}.mlp.experts.gate_up_proj", ("layers.{i}.mlp.experts.gate", "layers.{i}.mlp.experts.up"), dim=1),
-    Rename("layers.{i}.mlp.experts.down_proj", "layers.{i}.mlp.experts.down"),
-)
+
+def _joined(router: str, gate_up: str, down: str) -> tuple[Rule, ...]:
+    """The rules of mixtures whose experts are two tensors. router, gate_up, down: their names in a layer."""
+    return (
+        Rename(f"layers.{{i}}.{router}", "layers.{i}.mlp.router.weight"),
+        Split(f"layers.{{i}}.{gate_up}", ("layers.{i}.mlp.experts.gate", "layers.{i}.mlp.experts.up"), dim=1),
+        Rename(f"layers.{{i}}.{down}", "layers.{i}.mlp.experts.down"),
+    )
+
+
+_IN_MODEL = _joined("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _SHARED: tuple[Rule, ...] = (
     Rename("layers.{i}.mlp.shared_expert_gate.weight", "layers.{i}.mlp.shared_gate.weight"),
     Rename("layers.{i}.mlp.shared_expert.gate_proj.weight", "layers.{i}.mlp.shared.gate.weight"),
@@ -88,8 +95,10 @@ def _arch(
     ignored: frozenset[str] = frozenset(),
     tasks: tuple[str, ...] | None = None,
     qa_prefix: str = "model.",
+    in_model: tuple[Rule, ...] = _IN_MODEL,
 ) -> ArchMap:
-    """The rules of a family. rules, shared: of its mixtures; experts: the name of their number in its config."""
+    """The rules of a family. rules, in_model, shared: of its mixtures; experts: the name of their number in its
+    config."""
     found = llama.tasks(name, qa_prefix)
     return ArchMap(
         model_type=model_type,
@@ -104,7 +113,7 @@ def _arch(
             translation=MixtureFields(_ROPE, experts),
         ),
         of_some_layers=(r"mlp\..*",) if "mlp_only_layers" in fields else (),
-        body_in_model=(*llama.BODY, *_IN_MODEL, *shared),
+        body_in_model=(*llama.BODY, *in_model, *shared),
     )
 
 
@@ -122,6 +131,16 @@ OLMOE = _arch(
     llama.HEAD_DIM | {"attention_bias": "attention_bias"} | _NORMALIZED,
     required={"clip_qkv": (None,)},
     tasks=("base", "causal-lm"),
+)
+_GRANITE = "block_sparse_moe"
+GRANITEMOE = _arch(
+    "granitemoe",
+    "GraniteMoe",
+    llama.HEAD_DIM | {"attention_bias": "attention_bias"} | granite.FACTORS,
+    _joined(f"{_GRANITE}.router.layer.weight", f"{_GRANITE}.input_linear.weight", f"{_GRANITE}.output_linear.weight"),
+    experts="num_local_experts",
+    tasks=("base", "causal-lm"),
+    in_model=_joined(f"{_GRANITE}.router.weight", f"{_GRANITE}.experts.gate_up_proj", f"{_GRANITE}.experts.down_proj"),
 )
 QWEN2_MOE = _arch(
     "qwen2_moe",

@@ -1,22 +1,23 @@
-"""Granite 3 (IBM 2024), after transformers' GraniteModel: Llama with scaled embeddings, branches, scores and logits."""
+"""Granite 3 (IBM 2024), after transformers' GraniteModel and GraniteMoeModel: Llama, without and with mixtures of
+experts, with scaled embeddings, branches, scores and logits.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
-from modelcenter.models.llama import Llama, LlamaConfig
+from modelcenter.models.llama import Llama, LlamaBody, LlamaBodyConfig, LlamaConfig
+from modelcenter.models.mixture import MixtureBody, MixtureConfig
 
 
 @dataclass(kw_only=True)
-class GraniteConfig(LlamaConfig):
-    """Fields of Granite; the biases are Llama's.
+class GraniteFactors(LlamaBodyConfig):
+    """Fields of both. It is the last base of a config, whose other base has the defaults of fields of LlamaBodyConfig.
 
     embedding_multiplier: factor of the embeddings, the caller's too. residual_multiplier: of what each branch adds.
     attention_multiplier: of the attention scores, in place of 1 / sqrt(head_dim). logits_scaling: divides the logits.
     """
-
-    model_type: ClassVar[str] = "granite"
 
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -28,15 +29,30 @@ class GraniteConfig(LlamaConfig):
         self.require(self.logits_scaling > 0, "logits_scaling", "more than 0")
 
 
-class Granite(Llama):
-    """Granite with the head of `task`."""
+@dataclass(kw_only=True)
+class GraniteConfig(LlamaConfig, GraniteFactors):
+    """Fields of Granite; the biases are Llama's."""
 
-    config_class = GraniteConfig
-    tasks = ("base", "embedding", "multi-vector", "causal-lm")
+    model_type: ClassVar[str] = "granite"
+
+
+@dataclass(kw_only=True)
+class GraniteMoeConfig(MixtureConfig, GraniteFactors):
+    """Fields of GraniteMoE. attention_bias: q, k, v and out have biases."""
+
+    model_type: ClassVar[str] = "granitemoe"
+
+    attention_bias: bool = False
+    num_experts: int = 8
+    experts_per_token: int = 2
+
+
+class ScaledBody(LlamaBody):
+    """LlamaBody with the factors of a config."""
 
     scales_given = True
 
-    config: GraniteConfig
+    config: GraniteFactors
 
     @property
     def embedding_scale(self) -> float:
@@ -52,3 +68,24 @@ class Granite(Llama):
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, scale=self.config.attention_multiplier, **options)
+
+
+class Granite(Llama, ScaledBody):
+    """Granite with the head of `task`."""
+
+    config_class = GraniteConfig
+    tasks = ("base", "embedding", "multi-vector", "causal-lm")
+
+    config: GraniteConfig
+
+
+class GraniteMoe(MixtureBody, ScaledBody):
+    """GraniteMoE with the head of `task`."""
+
+    config_class = GraniteMoeConfig
+    tasks = Granite.tasks
+
+    config: GraniteMoeConfig
+
+    def attention(self, layer: int, **options: Any) -> nn.Module:
+        return super().attention(layer, bias=self.config.attention_bias, **options)

@@ -65,6 +65,7 @@ OTHERS = [
     ("olmo2", "causal-lm"),
     ("mixtral", "causal-lm"),
     ("olmoe", "causal-lm"),
+    ("granitemoe", "causal-lm"),
     ("qwen2_moe", "causal-lm"),
     ("phi3", "causal-lm"),
     ("phi3", "sequence-classification"),

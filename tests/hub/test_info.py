@@ -96,6 +96,7 @@ def test_fields_that_change_sizes(changes):
         ("olmo2", {"attention_bias": True, "head_dim": 10}),
         ("mixtral", {"num_local_experts": 3, "head_dim": 8}),
         ("olmoe", {"attention_bias": True, "num_experts": 4}),
+        ("granitemoe", {"attention_bias": True, "num_local_experts": 4}),
         ("qwen2_moe", {"qkv_bias": False, "decoder_sparse_step": 2, "mlp_only_layers": None}),
         ("qwen3_moe", {"attention_bias": True, "num_experts": 4, "mlp_only_layers": [1, 2]}),
         ("phi3", {"head_dim": 10, "rope_scaling": None, "partial_rotary_factor": 0.6}),
@@ -117,7 +118,7 @@ def test_fields_of_families(name, changes):
         assert task_sizes(config, task) == counted(mc.from_config(config, task))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 def test_parameters_that_a_token_passes_through(name, tmp_path):
     """All but the experts that have no gradient."""
     model = mc.from_config(f"tiny/{name}", "causal-lm").train()

@@ -62,6 +62,18 @@ class TestOlmoe(MixtureTests, RelativeTests):
     }
 
 
+class TestGraniteMoe(MixtureTests, RelativeTests):
+    hf_config = MixtureTests.sizes | {
+        "model_type": "granitemoe",
+        "num_local_experts": 7,
+        "attention_bias": True,
+        "embedding_multiplier": 3.5,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.5,
+    }
+
+
 class TestQwen2Moe(MixtureTests):
     """The second layer is dense, and the third has no window. What depends on the experts alone is tested here."""
 

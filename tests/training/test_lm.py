@@ -169,7 +169,7 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd):
 
 @pytest.mark.full
 def test_a_mixture_of_experts(folder, monkeypatch, capfd):
-    """Balanced over the whole batch: on 2 ranks, and after an interruption, as in one process; transformers loads it."""
+    """Balanced over the whole batch: on 2 ranks, and when resumed, as in one process; transformers loads it."""
     fields = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "attention_dropout": 0.2}
     values = {"model": "tiny/qwen2_moe", "model_config": fields, "save_every": 2, "eval_every": "never", "epochs": 2}
     main(command(flags(folder, output_dir=str(folder / "whole"), **values)))
@@ -395,7 +395,7 @@ def test_cpm_ant_in_chinese(tmp_path, capsys):
 
 FAMILIES = "llama cpm1 cpm3 gptj gpt_neox opt bloom qwen2 qwen3 mistral minicpm minicpm3".split()
 FAMILIES += "gemma gemma2 gemma3_text modernbert-decoder granite olmo2 phi3 smollm3".split()
-FAMILIES += "mixtral olmoe qwen2_moe qwen3_moe".split()
+FAMILIES += "granitemoe mixtral olmoe qwen2_moe qwen3_moe".split()
 
 
 @pytest.mark.parametrize("family", ["cpmant", *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES)])

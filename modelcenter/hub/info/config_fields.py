@@ -31,6 +31,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gptj": {"tie_embeddings": False},
     "gpt_neox": {"attention_bias": True, "tie_embeddings": False},
     "granite": {"tie_embeddings": False},
+    "granitemoe": {"num_experts": 8, "experts_per_token": 2, "sparse_step": 1, "tie_embeddings": False},
     "llama": {"tie_embeddings": False},
     "qwen2": {"tie_embeddings": False},
     "opt": {"max_positions": 2048, "bias": True, "pre_norm": True},

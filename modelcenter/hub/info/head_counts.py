@@ -88,7 +88,7 @@ HEADS: dict[str, Heads] = {
     "opt": {"causal-lm": _narrow_words},
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3", "olmo2", "phi3"), _DECODER),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "smollm3"), _DECODER),
-    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _DECODER),
+    **dict.fromkeys(("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _DECODER),
     "t5gemma": {"seq2seq-lm": _words_of_decoder},
     **dict.fromkeys(("t5", "mt5", "umt5", "m2m_100"), _ENCODER_DECODER),
     **dict.fromkeys(("bart", "led", "mbart", "marian", "pegasus"), {"seq2seq-lm": _biased_words}),

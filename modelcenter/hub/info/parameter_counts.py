@@ -387,7 +387,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3", "phi3"), _llama),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3"), _llama),
-    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _llama),
+    **dict.fromkeys(("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), _bart),
     "led": _led,

@@ -7,7 +7,8 @@ from related_toys import assert_same
 
 import engine
 import modelcenter as mc
-from modelcenter.compare import pack_rows, rows_for
+from modelcenter.adapters import PromptTuning
+from modelcenter.compare import pack_rows, pad_rows, rows_for
 from modelcenter.layers.experts import Balance
 from modelcenter.models import mixture
 from modelcenter.testing import randomize_
@@ -142,8 +143,21 @@ def test_only_a_language_model_in_training_balances_its_experts():
     assert evaluate(model, [batch])["loss"] == pytest.approx(evaluate(without, [batch])["loss"], rel=1e-6)
     model.eval(), without.eval()
     assert torch.equal(model(**batch).loss, without(**batch).loss) and model(**batch).aux_loss is None
+    pair = (made(attention_dropout=0.0, output_router_logits=balanced) for balanced in (True, False))
+    found, wanted = (net(**batch, output_log_probs=True) for net in pair)  # as preferences are learnt
+    assert torch.equal(found.log_probs, wanted.log_probs) and found.aux_loss is None
     classifier = mc.from_config(SHAPE, "sequence-classification").train()
     assert set(classifier.loss_counts({"labels": torch.tensor([1])})) == {"loss"}
+
+
+def test_tokens_of_a_tuned_prompt_count():
+    """They pass through the experts before those of each sequence."""
+    model = mc.from_config(SHAPE, "causal-lm", adapter=[PromptTuning(3)]).train()
+    rows = rows_for("causal-lm", model.config, lengths=LENGTHS, seed=2)
+    packed, padded = pack_rows("causal-lm", rows), pad_rows("causal-lm", rows)
+    tokens = sum(LENGTHS) + 3 * len(LENGTHS)
+    assert model.loss_counts(packed)["aux_loss"] == model.loss_counts(padded)["aux_loss"] == tokens
+    assert model(**packed).expert_counts.sum() == 2 * 2 * tokens  # in two layers, two experts each
 
 
 def test_counts_of_other_loops():

@@ -291,6 +291,7 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "cross_entropy_(Tensor(a!) logits, Tensor(b!) loss, Tensor targets, Tensor? count, float scale, float smoothing, "
       "bool train, int stream) -> ()");
   m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add, bool may_round=False) -> ()");
+  m.def("grouped_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor ends, bool add, bool may_round=False) -> ()");
   m.def("linear_(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, bool may_round=False) -> ()");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool may_round=False) -> Tensor");
   m.def(
@@ -346,6 +347,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("rotate", TORCH_BOX(&modelcenter::rotate_operator<modelcenter::rotate>));
   m.impl("cross_entropy_", TORCH_BOX(&modelcenter::cross_entropy));
   m.impl("product_", TORCH_BOX(&modelcenter::product));
+  m.impl("grouped_product_", TORCH_BOX(&modelcenter::grouped_product));
   m.impl("linear_", TORCH_BOX(&modelcenter::linear_into));
   m.impl("linear", TORCH_BOX(&modelcenter::linear));
   m.impl("attention_", TORCH_BOX(&modelcenter::attention));

@@ -16,9 +16,9 @@ namespace {
 constexpr int64_t kOfMatrix = 4, kOfRows = 3;  // rows taken together: their sums are in 12 of the 16 registers of AVX2
 constexpr int64_t kStretch = 1024;             // elements of a row: those of seven rows fit the L1 cache
 #if defined(__AVX512F__)
-constexpr int64_t kFewRows = 0;  // not measured: oneDNN is used there
+constexpr int64_t kFewRows = 0, kFewRowsOfGroups = 12;  // a product alone is oneDNN's
 #else
-constexpr int64_t kFewRows = 48;
+constexpr int64_t kFewRows = 48, kFewRowsOfGroups = 48;
 #endif
 
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));

@@ -389,9 +389,9 @@ namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
                            split_all, merge_all, dropout, activation, activation_backward, rotate, norm,
-                           norm_backward, cross_entropy, product<Exact>, product_of_few, kFewRows, attention_scratch,
-                           attention<Exact>, attention_backward<Exact>, distances_scratch, distances_begin,
-                           distances_end, transpose, clear_pages, copy_pages, crc32, sha256};
+                           norm_backward, cross_entropy, product<Exact>, product_of_few, kFewRows, kFewRowsOfGroups,
+                           attention_scratch, attention<Exact>, attention_backward<Exact>, distances_scratch,
+                           distances_begin, distances_end, transpose, clear_pages, copy_pages, crc32, sha256};
 
 }  // namespace
 

@@ -83,9 +83,9 @@ struct CpuKernels {
   // Rows [top, bottom) of columns [left, right) of a product. The call with left = 0 computes the sums.
   ProductKernel product;
   // Columns [left, right) of a product of few rows, with b transposed, a not, and without sums; and the number of rows
-  // up to which it is the faster one.
+  // up to which it is the faster one: of a product alone, and of one of many that share the start of the threads.
   void (*product_of_few)(const Product&, int64_t rows, int64_t left, int64_t right);
-  int64_t few_rows;
+  int64_t few_rows, few_rows_of_groups;
   // Attention of one sequence in the heads that share a key head, forward and backward: see attention.h.
   int64_t (*attention_scratch)(int64_t queries, int64_t keys, int64_t channels, bool backward, bool capped, bool rounded);
   AttentionKernel attention;

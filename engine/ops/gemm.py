@@ -88,7 +88,7 @@ def _are_few(rows: int) -> bool:
     return rows <= _FEW_OF_MKL and not torch.compiler.is_compiling() and few_compiled()
 
 
-def _as_it_lies(x: Tensor) -> Tensor:
+def as_it_lies(x: Tensor) -> Tensor:
     """x, or a copy of it if neither its rows nor its columns are contiguous."""
     return x if 1 in x.stride() else x.contiguous()
 
@@ -102,8 +102,8 @@ def _compiled_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor 
     """a @ b.T + bias by the compiled operator."""
     bias = None if bias is None else bias.contiguous()
     if room is None:  # selective recomputation keeps what an operator returns, not what it writes into
-        return torch.ops.modelcenter.linear(_as_it_lies(a), _as_it_lies(b), bias, may_round_products())
-    torch.ops.modelcenter.linear_(room, _as_it_lies(a), _as_it_lies(b), bias, may_round_products())
+        return torch.ops.modelcenter.linear(as_it_lies(a), as_it_lies(b), bias, may_round_products())
+    torch.ops.modelcenter.linear_(room, as_it_lies(a), as_it_lies(b), bias, may_round_products())
     return room
 
 
@@ -158,7 +158,7 @@ def _product(
         if compiled():
             out = add_to if add_to is not None else a.new_empty((a.shape[0], b.shape[1])) if room is None else room
             total = a.new_empty(a.shape[0]) if sums else None
-            a, b, add = _as_it_lies(a), _as_it_lies(b), add_to is not None
+            a, b, add = as_it_lies(a), as_it_lies(b), add_to is not None
             torch.ops.modelcenter.product_(out, a, b, total, add, may_round_products())
             return out, total
         out = _onednn(a, b.t())

@@ -272,6 +272,26 @@ class Stack(Rename):
 
 
 @dataclass(frozen=True)
+class Joined(Rename):
+    """The matrices of our first dimension, experts, are joined along the rows of one hub tensor.
+
+    Args:
+        transpose: the hub tensor has each of them transposed.
+    """
+
+    transpose: bool = False
+
+    def expand(
+        self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
+    ) -> Expansion:
+        hub, native, shape = fill(self.hub, values), names[0], shapes[names[0]]
+        row, column = (2, 1) if self.transpose else (1, 2)  # our dimensions
+        count, rows, columns = shape[0], shape[row], shape[column]
+        axes = Axis(count, (0, 0), (rows, 1)), Axis(rows, (0, row)), Axis(columns, (1, column))
+        return Expansion({hub: (count * rows, columns)}, [Piece((hub, native), axes, ((0, 0), (0, 0, 0)))])
+
+
+@dataclass(frozen=True)
 class Pad(Rule):
     """Ours is longer than the hub tensor along `dim`: the rest is zero when loaded and left out when exported.
 

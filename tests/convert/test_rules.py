@@ -15,6 +15,7 @@ from modelcenter.convert.pieces import HUB, NATIVE, box_numel, full_box, prove
 from modelcenter.convert.rules import (
     ArchMap,
     Concat,
+    Joined,
     Pad,
     Part,
     Rename,
@@ -127,6 +128,12 @@ CASES = {
         {"w": (3, 9)},
         {"a": (3, 2), "b": (3, 3), "c": (3, 4)},
         lambda h: {"w": torch.cat([h["a"], h["b"], h["c"]], 1)},
+    ),
+    "experts in one matrix": (
+        [Joined("w1", "up"), Joined("w2", "down", transpose=True)],
+        {"up": (3, 5, 4), "down": (3, 4, 5)},
+        {"w1": (15, 4), "w2": (15, 4)},
+        lambda h: {"up": h["w1"].view(3, 5, 4), "down": h["w2"].view(3, 5, 4).transpose(1, 2)},
     ),
     "vocabulary without padding": (
         [Pad("wte", "embed", lambda c: c.vocab)],

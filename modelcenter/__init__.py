@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from modelcenter.models.modernbert_decoder import ModernBertDecoder as ModernBertDecoder
     from modelcenter.models.mpnet import MPNet as MPNet
     from modelcenter.models.nomic_bert import NomicBert as NomicBert
+    from modelcenter.models.nomic_bert_moe import NomicBertMoe as NomicBertMoe
     from modelcenter.models.olmo2 import Olmo2 as Olmo2
     from modelcenter.models.olmoe import Olmoe as Olmoe
     from modelcenter.models.opt import OPT as OPT

@@ -119,6 +119,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("modernbert-decoder", "ModernBertDecoder", "modernbert_decoder"),
         _ours("mpnet", "MPNet"),
         _ours("nomic_bert", "NomicBert"),
+        _ours("nomic_bert_moe", "NomicBertMoe"),  # whose files say nomic_bert: see _NETWORKS
         _ours("xlm-roberta", "XLMRoberta", "roberta", "roberta:XLM_ROBERTA"),
         _ours("camembert", "Camembert", "roberta", "roberta:CAMEMBERT"),
         _ours("data2vec-text", "Data2VecText", "roberta", "roberta:DATA2VEC_TEXT"),
@@ -172,6 +173,8 @@ _SPELLINGS = {
     "encoder_decoder": "encoder-decoder",  # of transformers 3
     "new": "gte",  # of Alibaba's code
 }
+# Where files of two families say the same: (that model_type, a field, its value in files of the second) -> the second.
+_NETWORKS = {("nomic_bert", "activation_function", "gelu"): "nomic_bert_moe"}
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
@@ -225,7 +228,16 @@ def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec
 
 
 def model_type_of(config: Mapping[str, Any]) -> Any:
-    """The `model_type` of a config.json; if it has none, that of a class named in its `architectures`, or None."""
+    """The `model_type` of a config.json, told apart where files of two families say the same; if it has none, that of a
+    class named in its `architectures`, or None."""
+    kind = _stated_model_type(config)
+    for (stated, field, value), ours in _NETWORKS.items():
+        if kind == stated and config.get(field) == value:
+            return ours
+    return kind
+
+
+def _stated_model_type(config: Mapping[str, Any]) -> Any:
     named, kind = config.get("architectures"), config.get("model_type")
     if kind is not None or not isinstance(named, list):
         return _SPELLINGS.get(kind, kind) if isinstance(kind, str) else kind

@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 _BOTH = set("bert gpt2 gpt_neox llama minicpm minicpm3 mistral qwen2 qwen3 roberta xlm-roberta".split())
 SERVED = {
     "vLLM": _BOTH
-    | set("bloom gemma gemma2 gemma3_text gptj granite granitemoe mixtral modernbert nomic_bert".split())
+    | set("bloom gemma gemma2 gemma3_text gptj granite granitemoe mixtral modernbert nomic_bert nomic_bert_moe".split())
     | set("olmo2 olmoe opt phi3".split())
     | set("qwen2_moe qwen3_moe smollm3".split()),
     "llama.cpp": _BOTH,
@@ -40,7 +40,7 @@ def tables() -> dict[str, str]:
         generates = "yes" if head != "masked-lm" else "with is_decoder" if "causal-lm" in model.tasks else "no"
         servers = [name for name, known in SERVED.items() if model_type in known]
         servers += ["GGUF"] * (model_type in CONVERTED)
-        only = "transformers with trust_remote_code" if arch.files else "transformers only"
+        only = "transformers with trust_remote_code" if arch.files or arch.code else "transformers only"
         served = ", ".join(servers) or only
         matrix.append(f"| {model_type} | {generates} | `{arch.tasks[head].hf_class}` | {served} |")
     return {"named": "\n".join(named), "architectures": "\n".join(tasks), "matrix": "\n".join(matrix)}

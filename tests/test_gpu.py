@@ -50,7 +50,8 @@ def test_loss_and_gradients_are_those_of_the_cpu(task: str, form: str):
 FAMILIES = [
     ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/qwen3", "causal-lm"), ("tiny/gptj", "causal-lm"),
     ("tiny/deberta-v2", "masked-lm"), ("tiny/mpnet", "masked-lm"), ("tiny/cpmant", "causal-lm"),
-    ("tiny/nomic_bert", "masked-lm"), ("tiny/eurobert", "sequence-classification"),
+    ("tiny/nomic_bert", "masked-lm"), ("tiny/nomic_bert_moe", "masked-lm"),
+    ("tiny/eurobert", "sequence-classification"),
     ("tiny/esm", "masked-lm"), ("tiny/gemma3_text", "causal-lm"), ("tiny/gemma2", "causal-lm"),
     ("tiny/t5gemma", "seq2seq-lm"), ("tiny/ernie", "pretraining"), ("tiny/gte", "masked-lm"),
     ("tiny/deberta", "masked-lm"),

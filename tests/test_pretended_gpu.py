@@ -118,7 +118,7 @@ STEPS = [
     ("tiny/mpnet", "masked-lm"), ("tiny/nomic_bert", "masked-lm"), ("tiny/esm", "masked-lm"),
     ("tiny/eurobert", "sequence-classification"), pytest.param("tiny/pegasus", "seq2seq-lm", marks=pytest.mark.full),
     pytest.param("tiny/ernie", "pretraining", marks=pytest.mark.full),
-    pytest.param("tiny/gte", "masked-lm", marks=pytest.mark.full),
+    pytest.param("tiny/gte", "masked-lm", marks=pytest.mark.full), ("tiny/nomic_bert_moe", "masked-lm"),
     pytest.param("tiny/deberta", "masked-lm", marks=pytest.mark.full),
     pytest.param("tiny/modernbert-decoder", "causal-lm", marks=pytest.mark.full), ("tiny/bloom", "causal-lm"),
     ("tiny/longformer", "sequence-classification"), pytest.param("tiny/led", "seq2seq-lm", marks=pytest.mark.full),

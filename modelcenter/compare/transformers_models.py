@@ -16,19 +16,23 @@ def hub_class(model_type: str, task: str) -> Any:
     """transformers' class of a task, or that of the code which exports of this architecture bring for transformers.
 
     Raises:
-        ValueError: transformers has no such class.
+        ValueError: transformers has no such class, or one that is another network.
     """
     import transformers
 
     arch = registry.get(model_type).arch_map()
     name = arch.tasks[task].hf_class
     if not arch.files:
-        if not hasattr(transformers, name):
-            raise ValueError(
+        if arch.code or not hasattr(transformers, name):
+            why = (
                 f"transformers {transformers.__version__} has no {name}: a later version may have it, or those who "
-                f"published {model_type} ship its code with the weights. Compare with another checkpoint: modelcenter "
-                "compare A B"
+                f"published {model_type} ship its code with the weights"
             )
+            if arch.code:
+                why = (
+                    f"{name} of {model_type} is code of {arch.code}, which is not run; transformers' is another network"
+                )
+            raise ValueError(f"{why}. Compare with another checkpoint: modelcenter compare A B")
         return getattr(transformers, name)
     spec = importlib.util.spec_from_file_location("modelcenter_remote_code", registry.shipped_file(arch.files[0]))
     assert spec is not None and spec.loader is not None

@@ -75,7 +75,7 @@ TASKS = {
 }
 
 # The authors' names -> transformers'.
-_AUTHORS = {
+AUTHORS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -97,7 +97,7 @@ class _Fields(RopeFields):
 
     @property
     def handles(self) -> frozenset[str]:
-        return super().handles | {*_AUTHORS, "activation_function", "auto_map", "rotary_scaling_factor"}
+        return super().handles | {*AUTHORS, "activation_function", "auto_map", "rotary_scaling_factor"}
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The fields under transformers' names, in the form of version 4.
@@ -111,7 +111,7 @@ class _Fields(RopeFields):
             if kind not in _GATED:
                 raise ValueError(f"activation_function: got {kind!r:.80}, expected one of {', '.join(_GATED)}")
             set_once(values, "hidden_act", _GATED[kind], "activation_function")
-        for name, ours in _AUTHORS.items():
+        for name, ours in AUTHORS.items():
             if (value := values.pop(name, None)) is not None:
                 if name == "n_inner" and isinstance(value, int):
                     value = -(-value // _MULTIPLE) * _MULTIPLE
@@ -121,6 +121,29 @@ class _Fields(RopeFields):
         return values
 
 
+# Options of the authors' code for other networks.
+OTHER_NETWORKS: dict[str, tuple[Any, ...]] = {
+    **BIDIRECTIONAL,
+    "causal": (False,),
+    "norm_mlp": (False,),
+    "num_heads_kv": (None,),
+    "parallel_block": (False,),
+    "prenorm": (False,),
+    "rotary_emb_fraction": (1.0,),
+    "rotary_emb_interleaved": (False,),
+    "rotary_emb_scale_base": (None,),
+    "rotary_head_dim": (False,),
+    "use_rms_norm": (False, None),
+}
+# Performance options of the authors' code, fields of GPT-2 that it does not read, and notes. n_positions is the maximum
+# length of a text if angles are scaled; vocabulary sizes in files are rounded up already.
+WITHOUT_EFFECT = frozenset(
+    """add_pooling_layer dense_seq_output fused_bias_fc fused_dropout_add_ln n_positions
+    pad_vocab_size_multiple parallel_block_tied_norm reorder_and_upcast_attn scale_attn_by_inverse_layer_idx
+    scale_attn_weights summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    use_flash_attn use_xentropy""".split()
+)
+
 CONFIG = ConfigMap(
     fields={
         **FIELDS,
@@ -129,33 +152,15 @@ CONFIG = ConfigMap(
         "rope_scaling": "rope_scaling",
         "classifier_dropout": "classifier_dropout",
     },
-    # Options of the authors' code for other networks, including the experts of nomic-embed-text-v2-moe.
     required={
-        **BIDIRECTIONAL,
-        "causal": (False,),
+        **OTHER_NETWORKS,
         "embd_pdrop": (0.0,),
         "mlp_fc1_bias": (False,),
         "mlp_fc2_bias": (False,),
-        "norm_mlp": (False,),
         "num_experts": (0, None),
-        "num_heads_kv": (None,),
-        "parallel_block": (False,),
-        "prenorm": (False,),
         "qkv_proj_bias": (False,),
-        "rotary_emb_fraction": (1.0,),
-        "rotary_emb_interleaved": (False,),
-        "rotary_emb_scale_base": (None,),
-        "rotary_head_dim": (False,),
-        "use_rms_norm": (False, None),
     },
-    # Performance options of the authors' code, fields of GPT-2 that it does not read, and notes. n_positions is the
-    # maximum length of a text if angles are scaled; vocabulary sizes in files are rounded up already.
-    ignored=frozenset(
-        """add_pooling_layer dense_seq_output fused_bias_fc fused_dropout_add_ln n_positions
-        pad_vocab_size_multiple parallel_block_tied_norm reorder_and_upcast_attn scale_attn_by_inverse_layer_idx
-        scale_attn_weights summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-        use_flash_attn use_xentropy""".split()
-    ),
+    ignored=WITHOUT_EFFECT,
     translation=_Fields({"rope_theta": "rope_theta"}),
 )
 

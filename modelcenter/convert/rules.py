@@ -421,6 +421,8 @@ class ArchMap:
         of_some_layers: patterns of tensors, by their names within a layer, of which the config says for each layer
             whether it has them.
         files: in model_configs, written with a checkpoint: code for transformers, named in its `auto_map`.
+        code: the Hub repository with the code of the classes of its tasks, which `auto_map` names, if transformers'
+            classes of these names are other networks; "": they are not.
     """
 
     model_type: str
@@ -435,6 +437,7 @@ class ArchMap:
     layer_columns: tuple[str, ...] = ()
     of_some_layers: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    code: str = ""
     body_in_model: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:

@@ -15,36 +15,36 @@ def is_reranker(model: Any) -> bool:
 def loading_lines(model: Any, hf_class: str) -> list[str]:
     """Lines of Python that load the model: with transformers' own class, or the code in `auto_map` of config.json; an
     embedding model, a sparse one, one of a vector for each token, or a reranker with sentence-transformers."""
+    arch = registry.get(model.config.model_type).arch_map()
+    hf_class = arch.tasks[model.task].loaded_by or hf_class
+    written = arch.config.write(model.config, hf_class, "float32")
+    places = {str(place).rpartition(".")[2]: auto for auto, place in (written.get("auto_map") or {}).items()}
+    name, more = (places[hf_class], ", trust_remote_code=True") if hf_class in places else (hf_class, "")
     if model.task == "embedding":
         return [
             "from sentence_transformers import SentenceTransformer",
-            'model = SentenceTransformer("PATH_OR_REPO")',
+            f'model = SentenceTransformer("PATH_OR_REPO"{more})',
             'embeddings = model.encode(["A text", "Another text"])',
         ]
     if model.task == "multi-vector":
         return [
             "from sentence_transformers import MultiVectorEncoder",
-            'model = MultiVectorEncoder("PATH_OR_REPO")',
+            f'model = MultiVectorEncoder("PATH_OR_REPO"{more})',
             'queries, documents = model.encode_query(["A query"]), model.encode_document(["A text", "Another text"])',
             "scores = model.similarity(queries, documents)",
         ]
     if model.task == "sparse-embedding":
         return [
             "from sentence_transformers import SparseEncoder",
-            'model = SparseEncoder("PATH_OR_REPO")',
+            f'model = SparseEncoder("PATH_OR_REPO"{more})',
             'embeddings = model.encode(["A text", "Another text"])',
         ]
     if is_reranker(model):
         return [
             "from sentence_transformers import CrossEncoder",
-            'model = CrossEncoder("PATH_OR_REPO")',
+            f'model = CrossEncoder("PATH_OR_REPO"{more})',
             'scores = model.predict([("A query", "A text"), ("A query", "Another text")])',
         ]
-    arch = registry.get(model.config.model_type).arch_map()
-    hf_class = arch.tasks[model.task].loaded_by or hf_class
-    written = arch.config.write(model.config, hf_class, "float32")
-    places = {str(place).rpartition(".")[2]: auto for auto, place in (written.get("auto_map") or {}).items()}
-    name, more = (places[hf_class], ", trust_remote_code=True") if hf_class in places else (hf_class, "")
     return [
         f"from transformers import AutoTokenizer, {name}",
         f'model = {name}.from_pretrained("PATH_OR_REPO"{more})',

@@ -263,7 +263,7 @@ def _config_that_transformers_lacks(fields: Mapping[str, Any]) -> Any:
     would warn of a model that it cannot use. None: transformers can read the config itself."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    kind = str(fields.get("model_type"))
+    kind = str(model_type_of(fields))
     if kind not in ARCHITECTURES or kind in CONFIG_MAPPING:
         return None
     return PreTrainedConfig(**{name: fields[name] for name in ("tokenizer_class", "auto_map") if name in fields})

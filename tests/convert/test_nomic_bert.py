@@ -184,7 +184,7 @@ def test_defaults_are_those_of_transformers():
         ({"n_embd": 64}, "config field 'hidden_size' is 48, but 'n_embd' is 64"),
         ({"rotary_emb_base": 7}, "config field 'rope_theta' is 20.0, but 'rotary_emb_base' is 7"),
         ({"hidden_act": "silu", "activation_function": "geglu"}, "'hidden_act' is 'silu', .* 'activation_function'"),
-        ({"activation_function": "gelu"}, "activation_function: got 'gelu', expected one of swiglu, geglu"),
+        ({"activation_function": "relu"}, "activation_function: got 'relu', expected one of swiglu, geglu"),
         ({"activation_function": "glu"}, "activation_function: got 'glu', expected one of swiglu, geglu"),
         ({"rotary_scaling_factor": 2, "rope_scaling": {"type": "linear", "factor": 3.0}}, "differ|rope_scaling"),
         ({"num_experts": 8}, "'num_experts': got 8"),

@@ -48,7 +48,8 @@ def test_every_element_once(kind, task):
     check(layout_of(kind, task))
 
 
-@pytest.mark.parametrize("kind", sorted(set(registry.ARCHITECTURES) - {"cpmbee"}))  # whose head is the embedding
+# Heads of these are the embedding.
+@pytest.mark.parametrize("kind", sorted(set(registry.ARCHITECTURES) - {"cpmbee", "nomic_bert_moe"}))
 def test_untied_vocabularies(kind):
     tasks = registry.ARCHITECTURES[kind].arch_map().tasks
     for task in ("causal-lm", "masked-lm", "seq2seq-lm"):

@@ -90,6 +90,7 @@ PARAMETERS = {
     "nomic_bert-2048-4.34": 136_731_648,
     "nomic_bert-embed-text-v1.5-4.37": 136_731_648,
     "nomic_bert-embed-text-v1.5-5.5": 136_731_648,
+    "nomic_bert_moe-embed-text-v2-4.44": 475_292_928,
     "opt-125m-4.27": 125_239_296,
     "opt-6.7b-4.20": 6_658_473_984,
     "pegasus-large-4.11": 570_797_056,

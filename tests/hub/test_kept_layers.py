@@ -25,7 +25,9 @@ BARTS = ("bart", "led", "mbart", "marian", "m2m_100", "pegasus")
 TWO_SIDES = (*BARTS, "t5", "mt5", "umt5", "t5gemma", "encoder-decoder", "cpm2")
 OWN = ("cpm1", "cpm2", "cpm3", "cpmant", "cpmbee", "minicpm", "minicpm3")  # not of transformers, or only a part of them
 SHARED = ("albert",)
-FAMILIES = sorted(set(registry.ARCHITECTURES) - set(SHARED))
+# Of two kinds of layers by turns, none of which takes the place of another: tests/convert/test_nomic_bert_moe.py.
+BY_TURNS = ("nomic_bert_moe",)
+FAMILIES = sorted(set(registry.ARCHITECTURES) - {*SHARED, *BY_TURNS})
 FIELDS = {  # of transformers' configs
     "encoder": ("encoder_layers", "num_layers"),
     "decoder": ("decoder_layers", "num_decoder_layers"),

@@ -14,8 +14,8 @@ from modelcenter.compare import compare_models, hub_class, pad_rows, rows_for
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.registry import ARCHITECTURES, TASKS
 
-# Not in transformers; their exports bring the code of their classes.
-ABSENT = {"cpm1", "cpm2", "cpm3", "cpmbee", "minicpm"}
+# Not in transformers; their exports bring or name the code of their classes.
+ABSENT = {"cpm1", "cpm2", "cpm3", "cpmbee", "minicpm", "nomic_bert_moe"}
 # transformers' experimental decision head belongs to a model of its own (jev), and stands beside checkpoints of others.
 OF_OTHERS = {"JevForDecision"}
 # Decoders of BART, mBART, Marian and PEGASUS without what they read, and old names of a base.

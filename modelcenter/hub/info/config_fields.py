@@ -24,6 +24,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ernie": {"max_positions": 512, "type_vocab_size": 2, "task_type_vocab_size": 3},
     "eurobert": {"tie_embeddings": False},
     "nomic_bert": {"type_vocab_size": 2},
+    "nomic_bert_moe": {"type_vocab_size": 2, "num_experts": 0},
     "gte": {"type_vocab_size": 1},
     "esm": {"max_positions": 1026, "position_type": "absolute"},
     "electra": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128},

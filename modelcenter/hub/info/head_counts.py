@@ -73,6 +73,7 @@ HEADS: dict[str, Heads] = {
     **dict.fromkeys(("bert", "ernie"), {**_ROBERTA, "pretraining": _words_and_next_sentence}),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "data2vec-text"), _ROBERTA),
     **dict.fromkeys(("distilbert", "esm", "gte", "longformer", "mpnet", "nomic_bert"), {"masked-lm": _masked_words}),
+    "nomic_bert_moe": {"masked-lm": _masked_words},
     **dict.fromkeys(("deberta", "deberta-v2"), {"masked-lm": _narrow_masked_words}),
     "modernbert": {"masked-lm": _modernbert_words},
     "modernbert-decoder": {"causal-lm": _modernbert_words},

@@ -181,6 +181,15 @@ def _nomic_bert(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _nomic_bert_moe(c: Fields, kind: str) -> dict[str, int]:
+    """NomicBERT with biases and without gates; some layers have a router, its experts and one bias of them all."""
+    d, layers = c.hidden_size, c.num_layers
+    sparse = sum(layer % c.expert_interval == 1 for layer in range(layers)) if c.num_experts else 0
+    mixture = c.num_experts * (d + _mlp(c, False)) + d if sparse else 0
+    mlp = (layers - sparse) * _mlp(c, True) + sparse * mixture
+    return {**_nomic_bert(c, kind), "attention": layers * _attention(c, True), "mlp": mlp}
+
+
 def _gte(c: Fields, kind: str) -> dict[str, int]:
     """NomicBERT, plus the biases of attention and of the output of the feed-forward block."""
     d, layers = c.hidden_size, c.num_layers
@@ -383,6 +392,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("modernbert", "modernbert-decoder"), _modernbert),
     "mpnet": _mpnet,
     "nomic_bert": _nomic_bert,
+    "nomic_bert_moe": _nomic_bert_moe,
     "gte": _gte,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3", "phi3"), _llama),

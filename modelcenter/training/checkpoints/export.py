@@ -96,7 +96,7 @@ def _trained_model(path: Path, run: Mapping[str, Any]) -> Model:
     known.discard("quantize")  # only the adapter is read
     cfg = kind(**{name: value for name, value in run["flags"].items() if name in known})
     values = read_json(path / CONFIG_FILE)
-    arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
+    arch = registry.get(registry.model_type_of(values), values.get("architectures")).arch_map()
     task = choose_task(arch, None, values, str(path), beside(path))  # one of the heads that the task may train
     described: dict[str, Any] = {FIELDS[task]: stored_fields(task, beside(path))} if task in FIELDS else {}
     model = modelcenter.from_config(

@@ -93,7 +93,7 @@ def side_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[
 _OFF = frozenset(  # unless the config says otherwise
     """cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank
     relative_attention use_task_id norm_distances norm_embeddings share_projections conv_width num_groups dense_layers
-    num_experts shared_intermediate_size""".split()
+    num_experts expert_interval shared_intermediate_size""".split()
 )
 
 

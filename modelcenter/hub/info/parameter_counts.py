@@ -65,11 +65,11 @@ def idle_parameters(config: Mapping[str, Any]) -> int:
         ValueError: as body_sizes.
     """
     kind = str(config.get("model_type"))
-    if _BODIES.get(kind) is not _llama:
+    if _BODIES.get(kind) not in (_llama, _nomic_bert_moe):
         return 0
 
     def count(c: Fields) -> int:
-        return _sparse_layers(c) * (c.num_experts - c.experts_per_token) * _expert(c) if c.num_experts else 0
+        return _sparse_layers(c) * (c.num_experts - c.experts_per_token) * _expert(c, kind) if c.num_experts else 0
 
     return _counted(kind, count, config_fields(config))
 
@@ -184,8 +184,8 @@ def _nomic_bert(c: Fields, kind: str) -> dict[str, int]:
 def _nomic_bert_moe(c: Fields, kind: str) -> dict[str, int]:
     """NomicBERT with biases and without gates; some layers have a router, its experts and one bias of them all."""
     d, layers = c.hidden_size, c.num_layers
-    sparse = sum(layer % c.expert_interval == 1 for layer in range(layers)) if c.num_experts else 0
-    mixture = c.num_experts * (d + _mlp(c, False)) + d if sparse else 0
+    sparse = _sparse_layers(c)
+    mixture = c.num_experts * (d + _expert(c, kind)) + d if sparse else 0
     mlp = (layers - sparse) * _mlp(c, True) + sparse * mixture
     return {**_nomic_bert(c, kind), "attention": layers * _attention(c, True), "mlp": mlp}
 
@@ -263,7 +263,7 @@ def _llama(c: Fields, kind: str) -> dict[str, int]:
     return {
         "embeddings": c.vocab_size * d,
         "attention": layers * attention,
-        "mlp": (layers - _sparse_layers(c)) * _mlp(c, c.mlp_bias, gated=True) + _sparse_layers(c) * _mixture(c),
+        "mlp": (layers - _sparse_layers(c)) * _mlp(c, c.mlp_bias, gated=True) + _sparse_layers(c) * _mixture(c, kind),
         "norms": d * (1 + (4 if kind in _SANDWICHES else 2) * layers),
     }
 
@@ -272,20 +272,22 @@ def _sparse_layers(c: Fields) -> int:
     """The number of layers with a mixture of experts."""
     if not c.num_experts:
         return 0
+    if c.expert_interval:  # NomicBERT's
+        return sum(layer % c.expert_interval == 1 for layer in range(c.num_layers))
     dense = c.dense_layers or ()
     return sum((layer + 1) % c.sparse_step == 0 and layer not in dense for layer in range(c.num_layers))
 
 
-def _mixture(c: Fields) -> int:
+def _mixture(c: Fields, kind: str) -> int:
     """The experts of a layer, their router, and the network that all tokens pass through, with its gate."""
     if not c.num_experts:
         return 0
     shared = _mlp(c, False, True, c.shared_intermediate_size) + c.hidden_size if c.shared_intermediate_size else 0
-    return c.num_experts * (c.hidden_size + _expert(c)) + shared
+    return c.num_experts * (c.hidden_size + _expert(c, kind)) + shared
 
 
-def _expert(c: Fields) -> int:
-    return _mlp(c, False, True, c.expert_intermediate_size)
+def _expert(c: Fields, kind: str) -> int:
+    return _mlp(c, False, kind != "nomic_bert_moe", c.expert_intermediate_size)
 
 
 def _t5gemma(config: Mapping[str, Any], sides: Sequence[str]) -> dict[str, int]:

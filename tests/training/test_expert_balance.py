@@ -118,6 +118,14 @@ def test_two_ranks(two, how):
         assert_same((wanted[0], grads), wanted)
 
 
+def test_a_step_leaves_no_choices_behind():
+    model = made(attention_dropout=0.0)
+    batch = pack_rows("causal-lm", rows_for("causal-lm", model.config, lengths=LENGTHS, seed=2))
+    before = model(**batch).loss.detach()
+    mc.training.accumulate(model, [batch, batch, batch])
+    assert torch.equal(model(**batch).loss, before)
+
+
 def test_layers_that_run_again_add_nothing(monkeypatch):
     """Their probabilities would hold what recomputation frees."""
     kept = []

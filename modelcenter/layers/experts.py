@@ -53,14 +53,9 @@ class Balance:
         """(experts,) how often all tokens of the batch have chosen each expert; (experts,) the sums of their
         probabilities, differentiable; the number of layers. Ends the collection."""
         self._open = False
-        pair = torch.stack((sum_of(self._chosen), sum_of(self._probabilities)))
+        pair = torch.stack([torch.stack(sums).sum(0) for sums in (self._chosen, self._probabilities)])
         chosen, probabilities = pair if self.split is None else self.split.sum_of_units(pair)
         return chosen.detach(), probabilities, len(self._chosen)
-
-
-def sum_of(tensors: list[Tensor]) -> Tensor:
-    """The sum of tensors of one shape."""
-    return torch.stack(tensors).sum(0)
 
 
 class SparseMLP(nn.Module):

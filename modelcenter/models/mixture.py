@@ -1,5 +1,5 @@
-"""Llama's body with mixtures of experts in place of feed-forward networks, which Mixtral, OLMoE and Qwen's models with
-mixtures share.
+"""Llama's body with mixtures of experts in place of feed-forward networks, which Mixtral, OLMoE, GraniteMoE and Qwen's
+models with mixtures share.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,7 +89,8 @@ class MixtureBody(LlamaBody):
     @property
     def balances_experts(self) -> bool:
         """Whether the loss has a term for the balance of the experts now."""
-        return self.config.output_router_logits and self.task == "causal-lm" and self.training
+        wanted = self.config.output_router_logits and self.task == "causal-lm" and self.training
+        return wanted and any(map(self.config.is_sparse, range(self.config.num_layers)))
 
     def _balances(self, batch: Batch) -> bool:
         return self.balances_experts and batch.get("labels") is not None and not batch.get("output_log_probs")

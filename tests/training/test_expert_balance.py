@@ -154,6 +154,8 @@ def test_only_a_language_model_in_training_balances_its_experts():
     pair = (made(attention_dropout=0.0, output_router_logits=balanced) for balanced in (True, False))
     found, wanted = (net(**batch, output_log_probs=True) for net in pair)  # as preferences are learnt
     assert torch.equal(found.log_probs, wanted.log_probs) and found.aux_loss is None
+    dense = made(mlp_only_layers=[0, 1, 2])
+    assert set(dense.loss_counts(batch)) == {"loss"} and dense(**batch).aux_loss is None
     classifier = mc.from_config(SHAPE, "sequence-classification").train()
     assert set(classifier.loss_counts({"labels": torch.tensor([1])})) == {"loss"}
 

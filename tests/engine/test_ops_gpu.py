@@ -16,6 +16,7 @@ from torch import nn
 
 from engine import loss
 from engine.ops import activation, dropout_masks, fused, gemm, library, rms_norm, rotate
+from engine.ops.grouped import grouped_linears
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
 from engine.recompute import wrap_units_
 from modelcenter.layers.attention import SelfAttention
@@ -489,6 +490,25 @@ def test_layers_with_rotary_positions_have_torchs_gradients(how, dtype, monkeypa
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == dtype
         assert (ours.double() - theirs).norm() <= (0.03 if dtype == torch.bfloat16 else 1e-3) * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [64, 20])  # 20 is no multiple of 16 bytes
+def test_products_of_groups_are_those_of_the_cpu(width, dtype):
+    """Rows of groups of which some are empty, the last two, too."""
+    ends = torch.tensor([0, 7, 7, 130, 131, 200, 200, 200], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, width, generator=generator).to(dtype)
+    weights = [torch.randn(8, out, width, generator=generator).to(dtype) for out in (24, 40)]
+    found = []
+    for device, kind in (("cuda", dtype), ("cpu", torch.float64)):
+        values = [t.detach().to(device, kind).requires_grad_() for t in (x, *weights)]
+        outs = grouped_linears(values[0], ends.to(device), *values[1:])
+        sum(out.double().square().sum() for out in outs).backward()
+        found.append([t.detach().double().cpu() for t in (*outs, *(value.grad for value in values))])
+    for mine, exact in zip(*found, strict=True):
+        step = 2**-6 if dtype == torch.bfloat16 else 2**-9 if dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(mine, exact, rtol=step, atol=step * exact.abs().max().item())
 
 
 def test_what_does_not_fit_an_operator_raises():

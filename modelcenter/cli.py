@@ -107,7 +107,7 @@ def _list(argv: Sequence[str]) -> None:
     name, family = (max((len(getattr(info, field)) for info in models), default=0) for field in ("name", "family"))
     for info in models:
         size = "" if info.parameters is None else f"{info.parameters:,}"
-        print(f"{info.name:<{name}}  {info.family:<{family}} {size:>14}  {info.hub or 'no weights'}")
+        print(f"{info.name:<{name}}  {info.family:<{family}} {size:>15}  {info.hub or 'no weights'}")
 
 
 def _info(argv: Sequence[str]) -> None:

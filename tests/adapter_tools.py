@@ -62,7 +62,8 @@ def transformers_model(base: Path, family: str, task: str):
     skip_unless_transformers_has(family)
     cls = getattr(transformers, registry.get(family).arch_map().tasks[task].hf_class)
     theirs = cls.from_pretrained(base).eval()
-    return by_written_out_attention(theirs) if family in ("gemma2", "t5gemma") else theirs
+    # By sdpa, transformers 5.17 lets the decoder of umT5 see what follows, and leaves out soft caps.
+    return by_written_out_attention(theirs) if family in ("gemma2", "t5gemma", "umt5") else theirs
 
 
 def peft_model(base: Path, family: str, task: str, adapter: Path):

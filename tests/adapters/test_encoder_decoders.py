@@ -6,7 +6,6 @@ import warnings
 import peft
 import pytest
 import torch
-import transformers
 from adapter_tools import adapted, logits, peft_model, same, save_base, stir_, transformers_model
 from safetensors.torch import load_file
 
@@ -36,8 +35,6 @@ def base_of(folder, family, task="seq2seq-lm"):
         if family in (*T5S, "bart", "led", "mbart", "m2m_100", "marian", "pegasus") and task in ("seq2seq-lm", "base")
         else {}
     )
-    if family == "umt5" and not hasattr(transformers.UMT5Config(), "scale_decoder_outputs"):
-        depth["scale_decoder_outputs"] = True  # as transformers before 5.24, whatever the file says
     return save_base(folder, family, task, **depth), family
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import skip_unless_transformers_has
 
 import modelcenter as mc
 from engine.names import model_tensors
@@ -99,6 +100,7 @@ def test_transformers_saves_these_tensors(kind, task, tmp_path):
     transformers = pytest.importorskip("transformers")
     from safetensors import safe_open
 
+    skip_unless_transformers_has(kind)
     arch = registry.get(kind).arch_map()
     cls = None if arch.code else getattr(transformers, arch.tasks[task].hf_class, None)
     if cls is None:

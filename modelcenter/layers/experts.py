@@ -8,6 +8,8 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, GatedMLP
 from modelcenter.layers.packing import Packed
 
+BALANCE = "aux_loss"  # the term of a loss for the balance of experts, by transformers' name of the output
+
 
 class Router(nn.Module):
     """x (T, hidden_size) -> the logits (T, num_experts) by which each token's experts are chosen."""

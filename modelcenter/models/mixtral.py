@@ -3,16 +3,15 @@ of experts in each layer.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
+from modelcenter.models.mistral import Mistral, MistralConfig
 from modelcenter.models.mixture import MixtureBody, MixtureConfig
 
 
 @dataclass(kw_only=True)
-class MixtralConfig(MixtureConfig):
-    """Fields of Mixtral. sliding_window: how many tokens a token attends to, including itself; None: no limit."""
+class MixtralConfig(MixtureConfig, MistralConfig):
+    """Fields of Mixtral."""
 
     model_type: ClassVar[str] = "mixtral"
 
@@ -24,17 +23,10 @@ class MixtralConfig(MixtureConfig):
     num_experts: int = 8
     experts_per_token: int = 2
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.sliding_window is None or self.sliding_window > 0, "sliding_window", "at least 1, or None")
 
-
-class Mixtral(MixtureBody):
+class Mixtral(MixtureBody, Mistral):
     """Mixtral with the head of `task`."""
 
     config_class = MixtralConfig
 
     config: MixtralConfig
-
-    def attention(self, layer: int, **options: Any) -> nn.Module:
-        return super().attention(layer, bias=False, window=self.config.sliding_window)

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from modelcenter.layers.experts import Balance, SparseMLP
+from modelcenter.layers.experts import BALANCE, Balance, SparseMLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.inputs import Batch
 from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
 from modelcenter.models.outputs import ModelOutput
-
-BALANCE = "aux_loss"  # the term of the loss, by transformers' name of the output
 
 
 @dataclass(kw_only=True)

@@ -38,7 +38,20 @@ class WideNormAttention(SelfAttention):
         return self.q_norm(q), self.k_norm(k)
 
 
-class Olmo2(LlamaBody):
+class WideNormBody(LlamaBody):
+    """LlamaBody with queries and keys that are normalised over all heads, and a config with `attention_bias`."""
+
+    config: Any
+
+    def attention(self, layer: int, **options: Any) -> nn.Module:
+        return super().attention(layer, kind=WideNormAttention, norm=self.norm, bias=self.config.attention_bias)
+
+    def tp_plan(self) -> dict[str, str]:
+        # Each rank has some of the channels; the mean is that of all.
+        return super().tp_plan() | {"layers.*.attn.q_norm": "norm", "layers.*.attn.k_norm": "norm"}
+
+
+class Olmo2(WideNormBody):
     """OLMo 2 with the head of `task`."""
 
     config_class = Olmo2Config
@@ -52,10 +65,3 @@ class Olmo2(LlamaBody):
     def block(self, layer: int) -> nn.Module:
         width = self.config.hidden_size
         return BranchNormBlock(self.attention(layer), self.mlp(layer), lambda: self.norm(width))
-
-    def attention(self, layer: int, **options: Any) -> nn.Module:
-        return super().attention(layer, kind=WideNormAttention, norm=self.norm, bias=self.config.attention_bias)
-
-    def tp_plan(self) -> dict[str, str]:
-        # Each rank has some of the channels; the mean is that of all.
-        return super().tp_plan() | {"layers.*.attn.q_norm": "norm", "layers.*.attn.k_norm": "norm"}

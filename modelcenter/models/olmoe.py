@@ -3,12 +3,10 @@ layer, and queries and keys that are normalised over all heads at once.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import nn
+from typing import ClassVar
 
 from modelcenter.models.mixture import MixtureBody, MixtureConfig
-from modelcenter.models.olmo2 import WideNormAttention
+from modelcenter.models.olmo2 import WideNormBody
 
 
 @dataclass(kw_only=True)
@@ -33,17 +31,10 @@ class OlmoeConfig(MixtureConfig):
         self.require(whole, "head_dim", f"hidden_size / num_heads = {self.hidden_size / self.num_heads:g}")
 
 
-class Olmoe(MixtureBody):
+class Olmoe(MixtureBody, WideNormBody):
     """OLMoE with the head of `task`."""
 
     config_class = OlmoeConfig
     tasks = ("base", "embedding", "multi-vector", "causal-lm")
 
     config: OlmoeConfig
-
-    def attention(self, layer: int, **options: Any) -> nn.Module:
-        return super().attention(layer, kind=WideNormAttention, norm=self.norm, bias=self.config.attention_bias)
-
-    def tp_plan(self) -> dict[str, str]:
-        # Each rank has some of the channels; the mean is that of all.
-        return super().tp_plan() | {"layers.*.attn.q_norm": "norm", "layers.*.attn.k_norm": "norm"}

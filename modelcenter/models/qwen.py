@@ -59,12 +59,11 @@ class Qwen2(LlamaBody):
         return super().attention(layer, bias=True, out_bias=False, window=self.config.window(layer))
 
 
-class Qwen3(LlamaBody):
-    """Qwen3 with the head of `task`: heads of q and k are normalised before the rotation."""
+class HeadNormBody(LlamaBody):
+    """LlamaBody whose heads of q and k are normalised before the rotation, and whose config has `attention_bias` and a
+    `window` for each layer."""
 
-    config_class = Qwen3Config
-
-    config: Qwen3Config
+    config: Any
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         c = self.config
@@ -73,3 +72,11 @@ class Qwen3(LlamaBody):
     def tp_plan(self) -> dict[str, str]:
         # Each rank normalises its own heads.
         return super().tp_plan() | {"layers.*.attn.q_norm": "partial", "layers.*.attn.k_norm": "partial"}
+
+
+class Qwen3(HeadNormBody):
+    """Qwen3 with the head of `task`."""
+
+    config_class = Qwen3Config
+
+    config: Qwen3Config

@@ -11,6 +11,7 @@ from torch import nn
 from modelcenter.layers.experts import SparseMLP
 from modelcenter.models.layer_types import FULL, SLIDING, LayerTypesFields
 from modelcenter.models.mixture import MixtureBody, MixtureConfig
+from modelcenter.models.qwen import HeadNormBody
 
 
 @dataclass(kw_only=True)
@@ -103,6 +104,10 @@ class Qwen3MoeConfig(QwenMoeConfig):
     expert_intermediate_size: int = 768
     attention_bias: bool = False
 
+    def window(self, layer: int) -> int | None:
+        """The number of tokens that a token of layer 0, 1, ... attends to; None: all."""
+        return self.sliding_window
+
 
 class Qwen2Moe(MixtureBody):
     """Qwen2-MoE with the head of `task`."""
@@ -119,17 +124,9 @@ class Qwen2Moe(MixtureBody):
         return super().mixture(self.config.shared_intermediate_size)
 
 
-class Qwen3Moe(MixtureBody):
-    """Qwen3-MoE with the head of `task`: heads of q and k are normalised before the rotation."""
+class Qwen3Moe(MixtureBody, HeadNormBody):
+    """Qwen3-MoE with the head of `task`."""
 
     config_class = Qwen3MoeConfig
 
     config: Qwen3MoeConfig
-
-    def attention(self, layer: int, **options: Any) -> nn.Module:
-        c = self.config
-        return super().attention(layer, bias=c.attention_bias, window=c.sliding_window, head_norm=self.norm)
-
-    def tp_plan(self) -> dict[str, str]:
-        # Each rank normalises its own heads.
-        return super().tp_plan() | {"layers.*.attn.q_norm": "partial", "layers.*.attn.k_norm": "partial"}

@@ -18,9 +18,9 @@ from torch import Tensor
 import engine
 from engine.loss import IGNORE_INDEX
 from engine.ops import dropout_rows
+from modelcenter.layers.experts import BALANCE
 from modelcenter.layers.host_copies import batch_to_device
 from modelcenter.models.base import Model
-from modelcenter.models.mixture import BALANCE
 from modelcenter.training.joint_loss import same_masks
 from modelcenter.training.metrics import greatest, is_counted
 

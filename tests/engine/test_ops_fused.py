@@ -72,7 +72,8 @@ def test_the_path_for_any_cpu_gives_the_same_bits(compiled, tmp_path):
     code = (
         "import sys, torch, test_ops_fused as t\nfrom engine.ops import gemm, library\n"
         "from test_activations import check_activations\n"
-        "from test_ops import check_few, check_groups, check_product, losses_and_gradient, rms_norm_and_gradients\n"
+        "from test_ops import check_few, check_product, losses_and_gradient, rms_norm_and_gradients\n"
+        "from test_products_of_groups import check_groups\n"
         "from test_attention import KINDS as ATTENTIONS, check_attention\n"
         "gemm.onednn_linear, gemm.compiled = (lambda: (1,)), lambda: library.cpu().loaded\n"
         "check_product(9, 193, 33, True), check_product(19, 27, 40, False), check_few(7, 1037, 6)\n"

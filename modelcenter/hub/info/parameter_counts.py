@@ -65,7 +65,7 @@ def idle_parameters(config: Mapping[str, Any]) -> int:
         ValueError: as body_sizes.
     """
     kind = str(config.get("model_type"))
-    if _BODIES.get(kind) not in (_llama, _nomic_bert_moe):
+    if kind not in _BODIES:
         return 0
 
     def count(c: Fields) -> int:
@@ -185,8 +185,7 @@ def _nomic_bert_moe(c: Fields, kind: str) -> dict[str, int]:
     """NomicBERT with biases and without gates; some layers have a router, its experts and one bias of them all."""
     d, layers = c.hidden_size, c.num_layers
     sparse = _sparse_layers(c)
-    mixture = c.num_experts * (d + _expert(c, kind)) + d if sparse else 0
-    mlp = (layers - sparse) * _mlp(c, True) + sparse * mixture
+    mlp = (layers - sparse) * _mlp(c, True) + sparse * (_mixture(c, kind) + d)
     return {**_nomic_bert(c, kind), "attention": layers * _attention(c, True), "mlp": mlp}
 
 
